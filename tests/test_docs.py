@@ -236,3 +236,9 @@ def test_the_readme_has_the_times_of_the_gpu():
     steps = json.loads((ROOT / "reports/train.json").read_text())["rows"]
     (row,) = [r for r in steps if (r["device"], r["mixer"], r["size"]) == (h100, "lion_s", 224)]
     assert row["unfused"] and f"takes {row['ratio']:.2f} of softmax's without the fused kernels" in text
+    recipes = " ".join((ROOT / "recipes/README.md").read_text().split())
+    ratios = {r["mixer"]: f"{r['ratio']:.2f}" for r in steps if r["device"] == h100 and r["size"] == 224}
+    assert (
+        f"with Lion-lit takes {ratios['lion_lit']} of softmax's time, with Lion-D {ratios['lion_d']} and with Lion-S "
+        f"{ratios['lion_s']}; without a mixer {ratios['without a mixer']}" in recipes
+    )
