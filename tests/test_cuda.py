@@ -26,7 +26,8 @@ ROUNDED = {
     "float32": 1e-4,
     "bfloat16": 5e-2,
 }  # errors of outputs, relative to the largest; of gradients 5 times as much
-COMPILED = [  # a layer for each kind of operator; lion_s and lion_lit take the fused kernels
+FUSIBLE = ("lion_lit", "lion_d", "lion_s")  # mixers that take the fused kernels, lion_d in float32
+COMPILED = [  # a layer for each kind of operator
     *((name, form) for name in ("lion_s", "lion_d", "gla", "gated_deltanet", "lightnet") for form in ("full", "chunk")),
     *(
         ("lion_lit", "full"),
@@ -111,7 +112,7 @@ def test_padding_and_packed_documents(name):
 @pytest.mark.parametrize(("name", "form"), COMPILED)
 def test_compiled_layers(name, form, dtype):
     torch._dynamo.reset()
-    if DEVICE.type == "cuda":
+    if DEVICE.type == "cuda" and name in FUSIBLE:
         assert flex.checked(DEVICE, getattr(torch, dtype), DIM // HEADS, DIM // HEADS)
     tested, known = layers(name, form, "both")
     valid = torch.arange(300) < torch.tensor([[300], [211]])
