@@ -117,3 +117,9 @@ def test_core_needs_only_the_fixed_packages():
     for path in SOURCES:
         roots = {n.split(".")[0] for n in imported(path)} - set(sys.stdlib_module_names) - {"lion", "data", "tools"}
         assert roots <= allowed | EXTRAS.get(place(path), set()), (path, roots - allowed)
+
+
+def test_one_place_asks_whether_code_is_exported():
+    """In graphs of torch 2.11, `torch.compiler.is_exporting` is always True."""
+    asking = [place(path) for path in SOURCES if "is_exporting()" in path.read_text()]
+    assert asking == ["lion/ops/modes.py"]

@@ -22,6 +22,7 @@ from lion.evaluation.timing import seconds
 from lion.trainer.compilation import missing_compiler
 from lion.trainer.memory import free_bytes
 from lion.trainer.runtime import code_version, name_of
+from tools.cli import say
 
 WARM_UP, FEWEST = 3, 3  # calls of a warm-up; least number of rounds, whatever their duration
 LONG = 10.0  # seconds; after a longer call, warm-up stops
@@ -121,7 +122,11 @@ def alone_on(device: torch.device) -> Iterator[None]:
         return
     path = Path(tempfile.gettempdir(), f"lion-{os.getuid()}-cuda{device.index or 0}.lock")
     with open(path, "a") as file:  # closing it releases the lock
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("  waiting for another benchmark on this GPU")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -240,7 +240,7 @@ def measure(job: Job, send: Send) -> None:
                 "tokens": model.length,
                 "parameters": count_parameters(model),
                 "peak_bytes": process_peak(step, device),
-                "unfused": not fused(model, precision, device),
+                "unfused": not job.eager and not fused(model, precision, device),
                 **stamp(job.command),
             }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
