@@ -259,6 +259,7 @@ def generated(group) -> list[list[str]]:
 def test_compiled_exchanges_overlap_with_kernels():
     """Check that the waits come after the kernels of the own tokens; Inductor alone waits at once in the backward."""
     (codes,) = in_processes(1, generated)
-    for calls, start, kernels in zip(codes, ("all_gather_into_tensor", "reduce_scatter_tensor"), (4, 5), strict=True):
+    least = (4, 5) if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else (4, 3)
+    for calls, start, kernels in zip(codes, ("all_gather_into_tensor", "reduce_scatter_tensor"), least, strict=True):
         between = calls[calls.index(start) + 1 : calls.index("wait_tensor")]
         assert between.count(".") >= kernels, (start, calls)

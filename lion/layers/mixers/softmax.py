@@ -55,7 +55,7 @@ class KeyValueCache(NamedTuple):
         valid = torch.cat([self.valid, valid], 1)
         if end <= self.k.shape[2]:
             self.k[:, :, length:end], self.v[:, :, length:end] = k, v
-            return self._replace(valid=valid)
+            return KeyValueCache(self.k, self.v, valid)
         k, v = (torch.cat([old[:, :, :length], new], 2) for old, new in ((self.k, k), (self.v, v)))
         return KeyValueCache(k, v, valid)
 
