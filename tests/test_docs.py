@@ -129,7 +129,7 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
     "Positions: rotary softmax beside the mixers, CIFAR-10": {
         "softmax": ["56.54"],
         "softmax rotary": ["55.73"],
-        "lion_lit": ["56.87"],
+        "lion_lit": ["57.12"],
         "lion_s with positions": ["59.82"],
     },
     "LION, Table 2: ImageNet-1k, small": {
@@ -138,6 +138,13 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lion_s multiscan": ["55.29"],
         "hydra": ["58.78"],
         "vim": ["58.38"],
+    },
+    "LION, Table 14: softmax, positions and non-linearity": {
+        "softmax [2] positions": ["56.54"],
+        "softmax [4]": ["50.62"],
+        "softmax [1] positions, non-linearity": ["51.32"],
+        "lion_lit [7] non-linearity": ["51.18"],
+        "lion_lit [6] positions": ["46.28"],
     },
     "LION, Table 13: shapes of decays": {"lion_s_vector": ["55.49"]},
     "LightNet, Table 1: without TPE, without LRPE": {
