@@ -12,11 +12,8 @@ from torch import Tensor
 from lion.ops.features import apply_feature_map
 
 
-class State(NamedTuple):
-    """Hidden state of a recurrence: `S` (B, H, D, E) and `z` (B, H, D), float32 or wider.
-
-    Graphs return a new `State(S, z)`: what `_replace` makes comes out of a graph of torch 2.11 without fields.
-    """
+class State(NamedTuple):  # graphs return a new one: that of `_replace` leaves a graph of torch 2.11 without fields
+    """Hidden state of a recurrence: `S` (B, H, D, E) and `z` (B, H, D), float32 or wider."""
 
     S: Tensor
     z: Tensor

@@ -373,8 +373,9 @@ def test_masks_are_products_of_decays():
 
 
 def test_times_of_steps_are_those_measured_last(tmp_path):
-    row = {"model": "vit", "size": 224, "shape": "dim 384, depth 12", "against": None}
+    row = {"model": "vit", "size": 224, "shape": "dim 384, depth 12", "against": None, "device": "AMD EPYC"}
     rows = [row | {"mixer": "lion_s", "date": date, "ratio": ratio} for date, ratio in (("2", 1.1), ("1", 1.5))]
+    rows.append(row | {"mixer": "lion_s", "date": "3", "ratio": 1.4, "device": "NVIDIA H100 80GB HBM3"})
     rows.append(row | {"mixer": "vim with positions", "date": "1", "ratio": 2.5, "against": {"ratio": 2.1}})
     rows.append(row | {"mixer": "lion_d", "date": "1", "ratio": 9.0, "size": 512})
     (tmp_path / "train.json").write_text(json.dumps({"rows": rows}))
