@@ -133,15 +133,24 @@ def alone_on(device: torch.device) -> Iterator[None]:
 def time_rounds(
     runs: dict[Hashable, Callable], rounds: int, limit: float, device: torch.device
 ) -> dict[Hashable, list[float]]:
-    """Call every function once per round, for `limit` seconds at most; return the seconds of every call."""
+    """Call every function once per round, for `limit` seconds at most; return the seconds of every call.
+
+    On a GPU, other benchmarks wait meanwhile.
+    """
     times = {variant: [] for variant in runs}
-    end = time.perf_counter() + limit
-    for done in range(rounds):
-        if done >= FEWEST and time.perf_counter() > end:
-            break
-        for variant, once in runs.items():
-            times[variant].append(seconds(once, device))
+    with alone_on(device):
+        end = time.perf_counter() + limit
+        for done in range(rounds):
+            if done >= FEWEST and time.perf_counter() > end:
+                break
+            for variant, once in runs.items():
+                times[variant].append(seconds(once, device))
     return times
+
+
+def repeat(once: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        once()
 
 
 def best(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:

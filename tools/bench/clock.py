@@ -39,7 +39,7 @@ from tools.bench.ops import softmax
 from tools.cli import Parser, count, say, table
 from tools.gpu.fused import FUSED, taken
 from tools.gpu.targets import TARGETS
-from tools.probe import alone_on, check_compiler, device_name, pick_device, stamp, time_rounds
+from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds
 from tools.processes import Send, in_a_process
 from tools.store import Row, Store, digits, pipes
 
@@ -155,8 +155,7 @@ def measure(job: Job, send: Send) -> None:
     with taken(job.form) as name:  # to the end, since the graph is traced again where the choice of forms changes
         own()
         torch.cuda.empty_cache()
-        with alone_on(device):
-            times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
+        times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
     row = {name: value for name, value in dataclasses.asdict(job).items() if name not in ("rounds", "command")}
     for how in (GRAPH, LAUNCHED):
         mine, other = times["own", how], times["softmax", how]
@@ -193,11 +192,6 @@ def clocked(
             runs[name, how] = partial(repeat, fn, count)
     times = time_rounds(runs, rounds, 60.0, device)
     return {key: [t / repeats[key] for t in values] for key, values in times.items()}
-
-
-def repeat(fn: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        fn()
 
 
 def captured(once: Callable[[], object]) -> Callable[[], None]:

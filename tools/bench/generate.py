@@ -43,7 +43,7 @@ from tools.cli import Parser, count, counts
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
-from tools.probe import alone_on, check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
+from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds, warm_up
 from tools.processes import Send
 from tools.store import Row, Store, digits, pipes
 
@@ -175,11 +175,10 @@ def measure(job: Job, send: Send) -> None:
                 rows[variant] = about | {"mode": mode, "length": length, "peak_bytes": tensor_peak(once, device)}
                 rows[variant]["state_bytes"] = sum(x.numel() * x.itemsize for x in kept)
     send({"kind": "note", "text": "timing"})
-    several = {variant: partial(repeat, once) for variant, once in streams.items()}
-    with alone_on(device):
-        times = time_rounds(several, job.rounds, job.seconds / 2, device)
-        times = {variant: [t / CALLS for t in spent] for variant, spent in times.items()}
-        times |= time_rounds(anew, job.rounds, job.seconds / 2, device)
+    several = {variant: partial(repeat, once, CALLS) for variant, once in streams.items()}
+    times = time_rounds(several, job.rounds, job.seconds / 2, device)
+    times = {variant: [t / CALLS for t in spent] for variant, spent in times.items()}
+    times |= time_rounds(anew, job.rounds, job.seconds / 2, device)
     for variant, row in rows.items():
         own, first = times[variant], times[variant._replace(length=job.lengths[0])]
         cached = times.get(Variant(SOFTMAX, "kv", variant.length))
@@ -219,11 +218,6 @@ def recompute_logits(model: GPT, text: Tensor) -> Tensor:
 def go_on(model: GPT, token: Tensor, state: Any) -> Tensor:
     """Return the logits after one more token (B, 1); every call writes to the same place of a cache."""
     return model.step(token, state)[0]
-
-
-def repeat(once: Callable[[], Tensor]) -> None:
-    for _ in range(CALLS):
-        once()
 
 
 def line(row: Row) -> str:

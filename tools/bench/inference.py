@@ -54,7 +54,6 @@ from tools.cli import Parser, count, counts
 from tools.compose import build_data, describe_data, make_task, recipe_unless_run, resolve_run
 from tools.probe import (
     Variant,
-    alone_on,
     check_compiler,
     device_name,
     fits,
@@ -281,8 +280,7 @@ def measure(job: Job, send: Send) -> None:
             "matrix_bytes": matrix_bytes(job.batch, heads, tokens),
             **stamp(job.command),
         }
-    with alone_on(device):
-        times = time_rounds(runs, job.rounds, job.seconds, device)
+    times = time_rounds(runs, job.rounds, job.seconds, device)
     base = times.get(Variant(SOFTMAX))
     for variant, row in rows.items():
         row["ms"] = 1e3 * statistics.median(times[variant])

@@ -41,7 +41,6 @@ from tools.bench.report import FORMS, Report
 from tools.cli import Parser, count, say
 from tools.probe import (
     Variant,
-    alone_on,
     check_compiler,
     device_name,
     fits,
@@ -301,8 +300,7 @@ def time_length(
         }
     if SDPA not in runs or len(runs) == 1:
         return []
-    with alone_on(device):
-        times = time_rounds(runs, job.rounds, job.seconds, device)
+    times = time_rounds(runs, job.rounds, job.seconds, device)
     for variant, row in rows.items():
         ratios = [t / s for t, s in zip(times[variant], times[SDPA])]
         row["ms"] = 1e3 * statistics.median(times[variant])

@@ -50,7 +50,7 @@ from tools.bench import OUT
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
-from tools.probe import alone_on, check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
+from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.processes import Send, in_a_process
 from tools.store import Store, digits, pipes
 
@@ -244,8 +244,7 @@ def measure(job: Job, send: Send) -> None:
                 **stamp(job.command),
             }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
-    with alone_on(device):
-        times = time_rounds(runs, job.rounds, job.seconds, device)
+    times = time_rounds(runs, job.rounds, job.seconds, device)
     for name, row in rows.items():
         row |= {"ratios": ratios(times[name], times[SOFTMAX]), "ms": 1e3 * median(times[name])}
         row["ratio"] = median(row["ratios"])
