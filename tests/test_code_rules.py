@@ -25,7 +25,6 @@ FLOORS = [
 ]  # each module may import the modules before it
 COMPILING = {
     "lion/trainer/compilation.py",
-    "lion/ops/flex.py",
     "lion/ops/piecewise.py",
     "lion/transformers/delta.py",
     "tools/bench/ops.py",

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
-from lion.ops.flex import fused_applies, fused_attention
 from lion.ops.scores import all_parts, scaled, score_sets
 from lion.ops.segments import SegmentIndex
 from lion.ops.settings import DEFAULTS, Settings, with_fields
@@ -56,8 +55,6 @@ def linear_attention(
     gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=("scan_merge",))
     check_gates(q, gates, settings)
-    if fused_applies(q, v, gates, settings):
-        return fused_attention(q, k, v, gates.log_decay, valid, segments, settings)
     scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
     with no_autocast(q):
         scores, sums = score_sets(q, k, v, gates, valid, segments, settings)

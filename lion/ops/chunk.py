@@ -21,6 +21,7 @@ from torch import Tensor
 from lion.ops.arguments import is_static, round_up
 from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, pad_with_last
 from lion.ops.full import decayed_scores
+from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 
@@ -101,7 +102,7 @@ def between_chunks(
     z = z_leaving = None
     if how.rowsum or entering:
         z, z_leaving = carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])  # (B, H, N, D, 1)
-    write = write.to(v.dtype).mT @ v
+    write = outer_sum(write.to(v.dtype), v)
     S, S_leaving = carry(write, edges, entering and entering.S)  # (B, H, N, D, E)
     del write
     reach = decay(direction.query, edges.previous.map(as_token))  # 4. decay from the previous edge to each token

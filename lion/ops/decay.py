@@ -44,7 +44,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.modes import exporting, reuses_memory
+from lion.ops.inductor import materialized
+from lion.ops.modes import reuses_memory
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
@@ -108,6 +109,10 @@ class Direction(NamedTuple):
     def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
         """Apply `fn` to the cumulative decays of the tokens; `start` and `end` stay unchanged."""
         return self._replace(query=self.query.map(fn), key=self.key.map(fn))
+
+    def with_queries(self, count: int) -> Direction:
+        """Return the direction with the first `count` tokens as queries, and all as keys."""
+        return self._replace(query=self.query.map(lambda t: t[..., :count, :]))
 
 
 def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
@@ -197,28 +202,6 @@ def multiples(log_decay: Tensor) -> Tensor:
     return bounded(log_decay[..., :1, :]).double() * places
 
 
-def materialized(t: Tensor) -> Tensor:
-    """Return t as a tensor that Inductor stores in memory.
-
-    Otherwise Inductor recomputes a sum for each of the L pairs that read it, which takes a tenth of a forward pass, and
-    index expressions nest.
-    """
-    if not torch.compiler.is_compiling() or exporting():
-        return t
-    return _Materialized.apply(t)
-
-
-class _Materialized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t: Tensor) -> Tensor:
-        t = t.contiguous()
-        return t.as_strided(t.shape, t.stride())  # Inductor does not see through this view
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        return grad
-
-
 def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, exclusive: _Terms) -> tuple[_Terms, _Terms]:
     """Return the prefix sums along the scan that tokens have as queries, and those that they have as keys."""
     if decay_convention == "between":
@@ -270,17 +253,17 @@ def decay_mask(
     keys: slice = slice(None),
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L, D or 1).
+    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L', D or 1), for all L' tokens or the first L as queries.
 
     Args:
         include_diagonal: Whether the diagonal is 1; otherwise it is 0.
         keys: Columns to compute, by default all.
-        positions: Positions (L,) of the tokens in the scan, if the scan does not go from left to right.
+        positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
     """
-    terms = directions[0].key.terms[0]
+    queries, terms = directions[0].query.terms[0].shape[-2], directions[0].key.terms[0]
     if positions is None:
         positions = torch.arange(terms.shape[-2], device=terms.device, dtype=torch.int32)
-    i, j = positions[:, None, None], positions[keys, None]
+    i, j = positions[:queries, None, None], positions[keys, None]
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
         earlier = j > i if directions[0].reverse else j < i

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.inductor import with_gradient_in_memory
+
 
 def unit(x: Tensor) -> Tensor:
     """Return `x / sqrt(|x|^2 + 1e-6)`, as in the published delta rules; the gradient at 0 is finite."""
@@ -36,4 +38,4 @@ def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
     if name is None:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)
-    return FEATURE_MAPS[name].apply(x.to(wide)).to(x.dtype)
+    return FEATURE_MAPS[name].apply(with_gradient_in_memory(x).to(wide)).to(x.dtype)

@@ -13,29 +13,32 @@ from torch import Tensor
 
 from lion.ops.arguments import is_static, round_up
 from lion.ops.decay import Direction, decay_mask, make_directions, pad_with_last
+from lion.ops.inductor import inner_products, outer_sum
 from lion.ops.modes import reuses_memory
 from lion.ops.tokens import ScoreSettings, TokenBlock
 
 Scale = Callable[[Tensor | None], Tensor | float]  # factor of each row (B, H, L, 1), from its sum (B, H, L)
-ALIGNMENT = 8  # products of 200 tokens take three quarters of the time of 197 on a CPU; GPUs need it, too
-ALIGNED_ABOVE = 64  # tokens; below, padding is not worth a copy
+ALIGNMENT = 8  # keys; products with 200 take three quarters of the time of 197 on a CPU, and GPUs read rows of 16 bytes
+ALIGNED_ABOVE = 64  # keys; below, padding is not worth a copy
 
 
 def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], include_diagonal: bool) -> Tensor:
-    """Return the scores under the decay mask, (B, H, .., L, L), float32 or wider."""
+    """Return the scores under the decay mask, (B, H, .., L, L'), float32 or wider."""
     mask = decay_mask(directions, include_diagonal).squeeze(-1)
-    scores = (q @ k.mT).to(mask.dtype)
+    scores = inner_products(q, k).to(mask.dtype)
     return scores.mul_(mask) if reuses_memory() else scores * mask
 
 
 def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L), dense in L, under a decay (b, H, L, 1)."""
-    length = tokens.q.shape[2]
-    q, k, v, log_decay, padding = aligned(*tokens[:4])
+    q, length = tokens.q, tokens.q.shape[2]
+    k, v, log_decay, padding = aligned(*tokens[1:4])  # L' keys
     index = pad_segments(tokens.segment_index, padding)
     directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
-    weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, L, L)
-    return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
+    if padding:
+        directions = tuple(d.with_queries(length) for d in directions)
+    weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, L, L')
+    return weighted_sum(weights, v, rowsum=how.rowsum, dropout_p=dropout_p)
 
 
 def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
@@ -43,20 +46,20 @@ def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) ->
 
     Only segments and a single direction need a mask of pairs.
     """
-    length, wide = tokens.q.shape[2], tokens.gate.dtype
-    q, k, v, padding = aligned(*tokens[:3])
+    q, length = tokens.q, tokens.q.shape[2]
+    k, v, padding = aligned(*tokens[1:3])  # L' keys
     index, place = pad_segments(tokens.segment_index, padding), torch.arange(length + padding, device=q.device)
-    weights = (q @ k.mT).to(wide)  # (B, H, L, L)
+    weights = inner_products(q, k).to(tokens.gate.dtype)  # (B, H, L, L')
     if index is not None:
-        weights = weights.masked_fill((index[:, :, None] != index[:, None])[:, None], 0)
+        weights = weights.masked_fill((index[:, :length, None] != index[:, None])[:, None], 0)
     if how.direction != "both":
-        later = place[:, None] < place  # keys that come after their queries
-        weights = weights.masked_fill(later if how.direction == "forward" else later.mT, 0)
-    return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
+        query = place[:length, None]
+        weights = weights.masked_fill(query < place if how.direction == "forward" else query > place, 0)
+    return weighted_sum(weights, v, rowsum=how.rowsum, dropout_p=dropout_p)
 
 
 def aligned(*xs: Tensor) -> tuple:
-    """Pad tokens (B, H, L, D) with zeros to a fast length for matrix products; return tokens and padding."""
+    """Pad keys and values (B, H, L, D) with zeros to a fast length for matrix products; return them and the padding."""
     length = xs[0].shape[2]
     padding = 0 if is_static(length) and length <= ALIGNED_ABOVE else round_up(length, ALIGNMENT) - length
     return (*(F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs), padding)
@@ -69,14 +72,12 @@ def pad_segments(segment_index: Tensor | None, padding: int) -> Tensor | None:
     return pad_with_last(segment_index[..., None], padding).squeeze(-1)
 
 
-def weighted_sum(
-    weights: Tensor, v: Tensor, length: int, *, rowsum: bool, dropout_p: float
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) from the first `length` rows of decayed scores."""
-    total = weights.sum(-1)[..., :length] if rowsum else None
+def weighted_sum(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) from decayed scores (B, H, L, L')."""
+    total = weights.sum(-1) if rowsum else None
     if dropout_p:
         weights = F.dropout(weights, dropout_p)
-    return (weights.to(v.dtype) @ v)[:, :, :length], total
+    return weights.to(v.dtype) @ v, total
 
 
 def add_diagonal(
@@ -102,4 +103,4 @@ def product_parts(
     total = (q.to(wide) * k.sum(-2, keepdim=True, dtype=wide)).sum(-1) if rowsum else None
     if scale is not None:
         q = (q * scale(total)).to(q.dtype)
-    return q @ (k.mT @ v), total
+    return q @ outer_sum(k, v), total

@@ -122,7 +122,8 @@ def mean_mask_parts(
     convention = settings.decay_convention
     with no_autocast(q):
         tokens = TokenBlock(q, k, v, expand_decay(None, q), valid).masked()
-        q, k, v, padding = aligned(*(x.to(sum_dtype(x)) for x in tokens[:3]))
+        q = tokens.q.to(sum_dtype(q))
+        k, v, padding = aligned(*(x.to(sum_dtype(x)) for x in tokens[1:3]))
         for log_decay, order in zip(log_decays, orders):
             positions, decays = positions_in(order), expand_decay(log_decay, tokens.q)
             if valid is not None:
@@ -131,12 +132,12 @@ def mean_mask_parts(
             directions = make_directions(decays, None, decay_convention=convention, direction=settings.direction)
             directions = tuple(d.map(lambda t, back=positions: t.index_select(2, back)) for d in directions)
             if padding:
-                directions = tuple(d.map(lambda t: pad_with_last(t, padding)) for d in directions)
+                directions = tuple(d.map(lambda t: pad_with_last(t, padding)).with_queries(length) for d in directions)
                 positions = torch.cat([positions, torch.arange(length, length + padding, device=q.device)])
-            masks.append(decay_mask(directions, positions=positions).squeeze(-1))  # (b, H, L, L)
+            masks.append(decay_mask(directions, positions=positions).squeeze(-1))  # (b, H, L, L')
         weights = (q @ k.mT).to(masks[0].dtype) * mean(masks)
         rowsum = settings.normalize != "none"
-        return weighted_sum(weights, v, length, rowsum=rowsum, dropout_p=settings.dropout_p)
+        return weighted_sum(weights, v, rowsum=rowsum, dropout_p=settings.dropout_p)
 
 
 def in_scan_order(log_decay: Tensor, order: Tensor) -> Tensor:

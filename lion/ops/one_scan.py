@@ -18,6 +18,7 @@ from torch import Tensor
 from lion.ops.api import linear_attention
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
 from lion.ops.decay import exp_where
+from lion.ops.inductor import outer_sum
 from lion.ops.key_softmax import divisor, finite, masked, masked_keys, queries
 from lion.ops.modes import exporting
 from lion.ops.piecewise import PIECE, PIECES, WHOLE, in_pieces
@@ -97,7 +98,7 @@ def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
     if tokens.gate.shape[-1]:
         return weighted(tokens, weights / s, chunk_size)
     q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, tokens.valid)))
-    return q @ ((weights.to(v.dtype).mT @ v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
+    return q @ (outer_sum(weights.to(v.dtype), v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
 
 
 def weighted(tokens: TokenBlock, weights: Tensor, chunk_size: int) -> Tensor:
@@ -109,7 +110,7 @@ def weighted(tokens: TokenBlock, weights: Tensor, chunk_size: int) -> Tensor:
         weights, q = rotate(weights, angles), rotate(q, angles)
     weights = weights.to(v.dtype)
     if index is None:
-        return q @ (weights.mT @ v)
+        return q @ outer_sum(weights, v)
     segments = SegmentIndex(index, valid)
     return linear_attention(q, weights, v, segments=segments, normalize="none", scale=1.0, chunk_size=chunk_size)
 

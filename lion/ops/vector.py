@@ -11,6 +11,7 @@ from lion.ops import chunk
 from lion.ops.chunk import EnteringState
 from lion.ops.decay import CumulativeDecay, bounded, exp_where, prefix_sums
 from lion.ops.full import pad_segments, weighted_sum
+from lion.ops.inductor import outer_sum
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 from lion.ops.vector_pairs import FACTORS, lambdas
 from lion.ops.vector_scores import fold_both, pad, padding_of, vector_scores
@@ -26,7 +27,8 @@ def full_vector_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) 
     if not v.shape[-1] and how.rowsum:
         return tokens.v, vector_row_sums(q, k, log_decay, index, how)[..., :length]
     weights = vector_scores(q, k, log_decay, index, how)
-    return weighted_sum(weights, v, length, rowsum=how.rowsum, dropout_p=dropout_p)
+    numerator, total = weighted_sum(weights, v, rowsum=how.rowsum, dropout_p=dropout_p)
+    return numerator[:, :, :length], None if total is None else total[..., :length]
 
 
 def chunk_vector_parts(
@@ -79,7 +81,7 @@ def chunk_vector_parts(
             if index is not None:
                 reads = reads.masked_fill(index[:, None, ..., None] != previous.segment_index[..., None], 0)
             edges = chunk.ChunkEdges(edge, previous, reverse, start, end)
-            S, S_leaving = chunk.carry(write.to(v.dtype).mT @ v, edges, state and state.S)
+            S, S_leaving = chunk.carry(outer_sum(write.to(v.dtype), v), edges, state and state.S)
             numerator = numerator + reads.to(v.dtype) @ S.to(v.dtype)  # S (B, H, N, D, E)
             if how.rowsum or state:
                 z, z_leaving = chunk.carry(write.sum(3)[..., None], edges, state and state.z[..., None])

@@ -38,10 +38,17 @@ FOLDS = {  # of queries, of keys
 Halving = tuple[tuple[Tensor, Tensor], ...]  # q, k and their decays to the middle, in both halves
 
 
-def pairs_of(q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_convention: str) -> Products | Sums:
-    """Return the pairs of tokens (.., L, D), as suits the device; `size` is the length of a short block."""
-    kind = Sums if for_gpu(log_decay.device) else Products
-    return kind(q, k, log_decay, size, *FOLDS[decay_convention])
+def pairs_of(
+    q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_convention: str, narrow: torch.dtype
+) -> Products | Sums:
+    """Return the pairs of tokens (.., L, D), as suits the device.
+
+    Args:
+        size: Length of a short block.
+        narrow: Dtype of the results of `halvings` on a GPU, whose products of float32 take several times as long.
+    """
+    gpu = for_gpu(log_decay.device)
+    return (Sums if gpu else Products)(q, k, log_decay, size, narrow if gpu else q.dtype, *FOLDS[decay_convention])
 
 
 class Pairs:
@@ -52,8 +59,11 @@ class Pairs:
             token's own lambda where the decay of a pair includes it.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, log_decay: Tensor, size: int, of_q: Fold, of_k: Fold) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, log_decay: Tensor, size: int, narrow: torch.dtype, of_q: Fold, of_k: Fold
+    ) -> None:
         self.log_decay, self.lam, self.size, self.folds = log_decay, lambdas(log_decay), size, (*of_q, *of_k)
+        self.narrow = narrow
         self.tokens = self.folded((q, q, k, k))
 
     def folded(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -196,7 +206,8 @@ class Sums(Pairs):
             return torch.where(late, *(x.unflatten(-2, (-1, 2, size)) for x in xs))
 
         E = chosen(from_start, to_end).exp()
-        return tuple(x.unbind(-3) for x in (chosen(ql, qe) * E, chosen(kl, ke) * E, E))
+        q, k = ((chosen(*x) * E).to(self.narrow) for x in ((ql, qe), (kl, ke)))
+        return tuple(x.unbind(-3) for x in (q, k, E))
 
 
 def places(size: int, device: torch.device, again: bool = False) -> Tensor:

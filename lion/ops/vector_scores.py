@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import is_static
-from lion.ops.decay import bounded, materialized
+from lion.ops.decay import bounded
+from lion.ops.inductor import materialized
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_pairs import FOLDS, late_half, pairs_of
 
@@ -33,10 +34,9 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
 
     `segment_index` (B, .., L) numbers the segments.
     """
-    length = q.shape[-2]
-    q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), bounded(log_decay)
-    padded = pad(padding_of(length), q, k, log_decay)
-    scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal)[..., :length, :length]
+    length, wide, narrow = q.shape[-2], log_decay.dtype, q.dtype
+    padded = pad(padding_of(length), q.to(wide), k.to(wide), bounded(log_decay))
+    scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal, narrow)[..., :length, :length]
     if how.direction != "both":
         scores = scores.tril() if how.direction == "forward" else scores.triu()
     if segment_index is None:
@@ -53,34 +53,38 @@ def pad(padding: int, *xs: Tensor) -> list[Tensor]:
 class _Scores(torch.autograd.Function):
     """Scores of both triangles, with their diagonal or 0.
 
-    The length must be that of a short block, doubled any number of times.
+    The length must be that of a short block, doubled any number of times. On a GPU, factors of matrix products are
+    rounded to the dtype `narrow` of q and k before they were widened.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool) -> Tensor:
-        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention)
+    def forward(
+        q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool, narrow: torch.dtype
+    ) -> Tensor:
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention, narrow)
         diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
         scores = materialized(pairs.scores(diagonal))  # (.., M, S, S); index expressions would nest in loops
         for (q1, q2), (k1, k2), _ in pairs.halvings():
             upper, lower = q1 @ k2.mT, q2 @ k1.mT  # earlier queries with later keys, and the reverse
             first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
-            scores = torch.cat([torch.cat([first, upper], -1), torch.cat([lower, second], -1)], -2)
+            rows = ([first, upper.to(first.dtype)], [lower.to(first.dtype), second])
+            scores = torch.cat([torch.cat(row, -1) for row in rows], -2)
         return scores.squeeze(-3)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, scores: Tensor) -> None:
         ctx.save_for_backward(*inputs[:3])
-        ctx.decay_convention, ctx.include_diagonal = inputs[3:]
+        ctx.decay_convention, ctx.include_diagonal, ctx.narrow = inputs[3:]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
-        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention)
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention, ctx.narrow)
         found = []  # gradients by `pairs.tokens`, of every level
         for (q1, q2), (k1, k2), E in pairs.halvings():
-            upper, lower = across_middles(grad, q1.shape[-2])
+            upper, lower = across_middles(grad, q1.shape[-2], q1.dtype)
             dq, dk = (upper @ k2, lower @ k1), (lower.mT @ q2, upper.mT @ q1)
             found.append([in_half(i, x[i] * E[i]) for x in (dq, dk) for i in range(2)])
         grad = diagonal_blocks(grad, pairs.size)
@@ -97,7 +101,7 @@ class _Scores(torch.autograd.Function):
         if ctx.include_diagonal:
             diagonal = grad.diagonal(0, -2, -1).flatten(-2)[..., None]
             dq, dk = dq + diagonal * k, dk + diagonal * q
-        return dq, dk, da.sum_to_size(log_decay.shape), None, None
+        return dq, dk, da.sum_to_size(log_decay.shape), None, None, None
 
 
 def short_block(length: int) -> int:
@@ -142,8 +146,8 @@ def diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(0, -4, -2).movedim(-1, -3)
 
 
-def across_middles(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def across_middles(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, above and below the diagonal."""
     inside = diagonal_blocks(x, 2 * n)[..., None, :, :]
     late = late_half(x.device, again=True)
-    return torch.where(late, inside[..., n:, :n], inside[..., :n, n:]).unbind(-3)  # both in one kernel
+    return torch.where(late, inside[..., n:, :n], inside[..., :n, n:]).to(dtype).unbind(-3)  # both in one kernel

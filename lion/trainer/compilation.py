@@ -10,17 +10,14 @@ import sysconfig
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import Tensor, nn
+from torch import nn
 
 from lion.files import write_atomic
-from lion.layers.mixers import LionAttention
-from lion.ops import flex
 
 log = logging.getLogger("lion")
 EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
@@ -42,8 +39,6 @@ def compile_blocks(
     avoid_wrong_gradients(model, torch.__version__)
     if getattr(model, "part", None) is not None:
         overlap_exchanges()
-    if backend == "inductor" and (heads := fused_heads(model)):
-        model.encoder.register_forward_pre_hook(partial(check_before, heads))
     for unit in model.units():
         unit.compile(backend=backend, fullgraph=True, dynamic=dynamic)
     return True
@@ -73,33 +68,6 @@ def save_compiled(file: str | None) -> None:
         write_atomic(Path(file), lambda f: f.write(made[0]))
     except OSError as error:
         log.warning("%s: not saved (%s)", file, error.strerror)
-
-
-def fused_heads(model: nn.Module) -> list[tuple[int, int]]:
-    """Return the head dimensions, of keys and of values, for which a model may use the fused form of attention."""
-    layers = [part for part in model.modules() if isinstance(part, LionAttention)]
-    heads = {(part.head_dim, part.value_dim) for part in layers if part.config.normalize == "sum"}
-    return sorted(dims for dims in heads if all(16 <= n <= 256 for n in dims))
-
-
-def check_before(heads: list[tuple[int, int]], encoder: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Call `check_fused` before an encoder runs."""
-    check_fused(heads, inputs[0])
-
-
-def check_fused(heads: list[tuple[int, int]], x: Tensor) -> None:
-    """Check the fused form of attention on a few tokens, if tokens x are on a GPU, before a graph is traced for them.
-
-    A device, precision and head dimension is checked once per process. If the check fails, a warning is logged and the
-    fused form is not used.
-    """
-    kind = x.device.type
-    if kind != "cuda" or torch.compiler.is_compiling() or not flex.switched_on():
-        return
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if dtype in flex.TOLERANCES:
-        for dims in heads:
-            flex.checked(x.device, dtype, *dims)
 
 
 def avoid_wrong_gradients(model: nn.Module, version: str) -> None:

@@ -180,7 +180,7 @@ def last_rows(
             scores = scores * (log_decay[:, None, None] * distance.clamp_min(0)).exp()
         weights = scores.masked_fill(hidden, 0)
         summed = v.to(sum_dtype(v))
-        numerator, total = weighted_sum(weights, summed, queries, rowsum=True, dropout_p=settings.dropout_p)
+        numerator, total = weighted_sum(weights, summed, rowsum=True, dropout_p=settings.dropout_p)
         return normalized(numerator, total, settings, q.shape[-1]).to(v.dtype)
 
 

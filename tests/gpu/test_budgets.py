@@ -33,9 +33,6 @@ BUDGETS = {
     ("gated_deltanet", "chunk", 1024): (21, 23, 231.0),
     ("lion_s_vector", "full", 64): (16, 21, 167.0),
     ("gla", "chunk", 1024): (30, 45, 290.5),
-    ("lion_lit", "fused", 197): (6, 4, 26.5),
-    ("lion_s", "fused", 197): (7, 8, 43.0),
-    ("lion_s", "fused", 4096): (16, 22, 63.5),
 }
 
 EVERY = [("lion_lit", "full", 1024), ("lion_lit", "chunk", 1024), ("gated_deltanet", "chunk", 1024)]
@@ -48,8 +45,6 @@ ONE_VERSION = {  # counted with 2.14 alone
     ("gla", "chunk", 1024),
     ("lion_s", "full", 197),
     ("lion_s", "chunk", 1024),
-    ("lion_s", "fused", 197),
-    ("lion_s", "fused", 4096),
 }
 # with 2.14: calls forward and backward, and MB of both, of a block of DeiT-S with Lion-S, 4 samples
 BLOCK = (30, 44, 142.5)

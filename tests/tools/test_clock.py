@@ -46,6 +46,8 @@ def test_estimates_are_scaled_to_the_timed_batch():
     for other in ({"length": 1024}, {"target": "a100"}, {"form": "chunk"}, {"dtype": "float32"}):
         assert clock.estimate(timed(), {("any",): estimated(**other)}) is None
     assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), counted) is None
+    own, _ = clock.estimate(timed(device="NVIDIA H200"), counted)  # of the same code, at another bandwidth
+    assert own == pytest.approx(3 * 4e8 / TARGETS["h200"].bandwidth + 16e-6)
 
 
 def test_the_table_compares_times_with_estimates():

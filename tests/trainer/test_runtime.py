@@ -1,6 +1,4 @@
-import pickle
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,13 +11,11 @@ from lion.files import write_atomic
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig
 from lion.models.vit import ViT, ViTConfig
-from lion.trainer import compilation, runtime
+from lion.trainer import runtime
 from lion.trainer.checkpoint_files import load_state
 from lion.trainer.compilation import (
     avoid_wrong_gradients,
-    check_fused,
     compile_blocks,
-    fused_heads,
     load_compiled,
     missing_compiler,
     prepare_compiler,
@@ -153,41 +149,6 @@ def test_blocks_compile_whole_and_share_their_graph(mixer):
 @pytest.mark.parametrize("mixer", BY_KIND)
 def test_blocks_in_chunks_compile_whole(mixer):
     compiled(mixer, "chunk")
-
-
-def test_fused_attention_is_checked_before_a_graph_for_a_gpu(monkeypatch):
-    """Check which heads are checked, in the precision of the run, for a model that is moved after `compile_blocks`."""
-    asked = []
-    monkeypatch.setattr(compilation.flex, "checked", lambda *key: asked.append(key))
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
-
-    def vit(**settings):
-        return ViT(
-            ViTConfig("lion_s", 64, 2, 2, patch_size=2, **settings), image_size=(8, 8), channels=1, num_classes=4
-        )
-
-    assert fused_heads(vit(attention=AttentionConfig(value_ratio=2))) == [(32, 64)]
-    assert fused_heads(model("gla")) == fused_heads(model("lion_s")) == fused_heads(model(SOFTMAX)) == []  # heads of 4
-    m = vit()
-    assert compile_blocks(m)
-    m = pickle.loads(pickle.dumps(m))
-    m(torch.randn(2, 1, 8, 8))
-    assert not asked  # on a CPU
-    gpu = torch.device("cuda", 0)
-    m.encoder.register_forward_pre_hook(lambda _, inputs: pytest.fail("checked later"))
-    on_gpu = SimpleNamespace(device=gpu, dtype=torch.float32)
-    with pytest.raises(pytest.fail.Exception, match="checked later"):
-        m.encoder(on_gpu)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
-    check_fused([(32, 32)], on_gpu)
-    assert asked == [(gpu, torch.float32, 32, 32), (gpu, torch.bfloat16, 32, 32)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LION_FUSED", "0")
-        check_fused([(32, 32)], on_gpu)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    check_fused([(32, 32)], on_gpu)
-    assert len(asked) == 2
 
 
 @pytest.mark.compiled

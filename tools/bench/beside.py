@@ -12,7 +12,6 @@ from lion.layers.mixers import SOFTMAX, Attention
 from lion.models.base import Model, ModelConfig
 from lion.runs import build_on_meta
 from lion.tasks.base import Task
-from lion.trainer.compilation import check_fused, fused_heads
 from lion.trainer.memory import tensor_peak
 from tools.compose import resolve
 
@@ -61,8 +60,6 @@ def mixer_peak(model: Model, once: Callable[[], object], device: torch.device, c
     mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
     with torch.inference_mode():
         q, k, v = (t.contiguous() for t in layer.heads(x))
-        if compiled:
-            check_fused(fused_heads(layer), q)
 
         def mixing() -> torch.Tensor:
             with torch.inference_mode():

@@ -1,14 +1,14 @@
 """Time the operators of `bench gpu` on this GPU, beside their estimates.
 
-    ./run.sh bench clock [MIXER ...] [--form full chunk fused] [--length 197 1024]
+    ./run.sh bench clock [MIXER ...] [--form full chunk] [--length 197 1024]
 
 A call is a forward and a backward pass of the compiled operator, with its feature map; softmax is PyTorch's SDPA. `us`
 is the time of a call in a CUDA graph, and `no graphs` its time when Python launches every kernel and many calls follow
 one another. `peak / q` is the memory of a call beyond its inputs, in units of q. Rounds are interleaved, and a ratio is
 the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile.
 
-Estimates are those of [gpu.md](gpu.md) for this GPU, with bytes and products in proportion to the batch. They count the
-code of the torch version of their rows, which may differ from the version that was timed.
+Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
+They count the code of the torch version of their rows, which may differ from the version that was timed.
 
 Results are added to `clock.md` and `clock.json` in runs/bench, or in the folder `--out`; estimates are taken from
 `gpu.json` there.
@@ -37,7 +37,6 @@ from tools.bench.gpu import DEFAULT, FORMS, order
 from tools.bench.operators import OPERATORS
 from tools.bench.ops import softmax
 from tools.cli import Parser, count, say, table
-from tools.gpu.fused import FUSED, taken
 from tools.gpu.targets import TARGETS
 from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds
 from tools.processes import Send, in_a_process
@@ -125,7 +124,7 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> Any:
     parser = Parser(prog="run.sh bench clock", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MIXER")
-    parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS))
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=count, help=f"samples (default: about {TOKENS:,} tokens)")
@@ -148,14 +147,13 @@ def measure(job: Job, send: Send) -> None:
     tensors, fixed = operator.inputs(*shape, featurized=False)
 
     def run(given: dict[str, Tensor]) -> Tensor:
-        return operator.run(given, fixed, name, 64)
+        return operator.run(given, fixed, job.form, 64)
 
     own = call(torch.compile(run, fullgraph=True, dynamic=False), tensors)
     calls = {"own": own, "softmax": call(softmax, {n: tensors[n] for n in "qkv"})}
-    with taken(job.form) as name:  # to the end, since the graph is traced again where the choice of forms changes
-        own()
-        torch.cuda.empty_cache()
-        times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
+    own()
+    torch.cuda.empty_cache()
+    times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
     row = {name: value for name, value in dataclasses.asdict(job).items() if name not in ("rounds", "command")}
     for how in (GRAPH, LAUNCHED):
         mine, other = times["own", how], times["softmax", how]
@@ -229,7 +227,12 @@ def estimate(row: Row, counted: dict[tuple, Row]) -> tuple[float, float] | None:
     target = next((name for name in TARGETS if name in device), None)
     same = [name for name in KEY if name not in ("device", "batch")]
     for other in counted.values():
-        if other["target"] == target and all(other[name] == row[name] for name in same):
-            scaled = estimates.for_batch(other, row["batch"])
+        if target and alike(other["target"], target) and all(other[name] == row[name] for name in same):
+            scaled = {**estimates.for_batch(other, row["batch"]), "target": target}
             return estimates.seconds(scaled, "parts", True), estimates.seconds(scaled, "softmax", True)
     return None
+
+
+def alike(target: str, other: str) -> bool:
+    """Return whether Inductor generates the same code for two targets."""
+    return TARGETS[target].architecture == TARGETS[other].architecture

@@ -1,6 +1,6 @@
 """Estimate the time of operators and training steps on an NVIDIA GPU from the code that Inductor generates for it.
 
-    ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk fused] [--length 197 1024] [--target h100] [--compile]
+    ./run.sh bench gpu [MIXER|RECIPE ...] [--form full chunk] [--length 197 1024] [--target h100] [--compile]
                        [--against RECIPE]
 
 No GPU is needed. The forward and backward passes are traced with fake tensors and lowered for the target. The report
@@ -15,11 +15,9 @@ least 6 us of CPU time per call. Softmax is FlashAttention, estimated in the sam
 half of the tensor cores' rate. For a recipe, softmax is the same model with softmax, or with `--against` the model of
 that recipe. [clock.md](clock.md) compares estimates with the times of an H100, which are 1.2 to 2.5 times as long.
 
-The row of a mixer is its operator alone, with its feature map. The form `fused` is the full form through
-flex_attention, which graphs for a GPU use where it is exact (`lion.ops.flex`); products of masked pairs are counted. It
-has no row where the library does not use it, as for decays per head (`lion_d`) in bfloat16. In the column `products`,
-`*` marks operators that also call other eager operators. The row of a recipe is a whole training step: its blocks are
-compiled (and fused), and the rest of the step runs eagerly, with one launch per operator.
+The row of a mixer is its operator alone, with its feature map. In the column `products`, `*` marks operators that also
+call other eager operators. The row of a recipe is a whole training step: its blocks are compiled, and the rest of the
+step runs eagerly, with one launch per operator.
 
 Results are added to `gpu.md` and `gpu.json` in runs/bench, or in the folder `--out`.
 """
@@ -48,7 +46,6 @@ from tools.bench.report import rank
 from tools.cli import Parser, count, say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
-from tools.gpu.fused import FUSED
 from tools.gpu.targets import TARGETS, check_toolchain
 from tools.probe import stamp
 from tools.store import Row, Store, digits, pipes
@@ -135,7 +132,7 @@ def first_line(error: Exception) -> str:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
-    parser.add_argument("--form", nargs="+", choices=(*FORMS, FUSED), default=list(FORMS), help="forms of operators")
+    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="forms of operators")
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
     parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")

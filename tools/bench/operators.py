@@ -46,11 +46,6 @@ class Operator:
         """Return whether the decay is computed from the keys."""
         return self.mixer == LIGHTNET and self.direction != "both"
 
-    @property
-    def fusible(self) -> bool:
-        """Return whether the fused form may replace the full and the chunk form (`lion.ops.flex`)."""
-        return LINEAR[self.mixer].normalize == "sum" and self.scans == ROW_MAJOR and not self.one_scan
-
     def inputs(
         self,
         heads: int,

@@ -8,7 +8,7 @@ scans.
 
 Before its timing, each form is verified against the definition in the same way as it is timed: compiled, except for
 the loop over the sequence (`rnn`). The operator gets the arguments that the mixer's layer passes; on a CPU, q and k are
-mapped before. On a GPU, the feature map is timed with the operator, because the fused kernels need it. Rounds are
+mapped before. On a GPU, the feature map is timed with the operator, whose kernels compute it. Rounds are
 interleaved: each round times every form of a mixer and SDPA once. A ratio is the median of the ratios of all rounds.
 Compilation and warm-up are excluded. `rnn` is timed in inference only. A form with an L x L matrix is left out if the
 matrix does not fit in memory.
@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.trainer.compilation import check_fused
 from lion.trainer.memory import process_peak
 from tools.bench import OUT
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
@@ -189,9 +188,6 @@ def measure(job: Job, send: Send) -> None:
     torch.set_num_threads(job.threads)
     torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
     device = pick_device()
-    if not job.eager and OPERATORS[job.mixer].fusible:
-        for dtype in {torch.float32, getattr(torch, job.dtype)}:
-            check_fused([(job.dim, job.dim)], torch.empty(0, dtype=dtype, device=device))
     errors = verify_all(job, device, send)
     for length in job.lengths if errors else ():
         for which in job.passes:

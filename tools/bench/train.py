@@ -11,8 +11,7 @@ eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, w
 paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time
 divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
 comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of the
-authors of Hydra and Vim. `*` marks a model that was timed on a GPU without fused attention (`lion.ops.flex`), because
-its check had failed.
+authors of Hydra and Vim.
 
 Results are added to `train.md` and `train.json` in runs/bench, or in the folder `--out`.
 """
@@ -35,12 +34,11 @@ from torch import nn
 
 from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import NONE, SOFTMAX
-from lion.ops import flex
 from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Batch, Splits
 from lion.tasks import Task
-from lion.trainer.compilation import compile_blocks, fused_heads
+from lion.trainer.compilation import compile_blocks
 from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
 from lion.trainer.memory import process_peak
@@ -240,7 +238,6 @@ def measure(job: Job, send: Send) -> None:
                 "tokens": model.length,
                 "parameters": count_parameters(model),
                 "peak_bytes": process_peak(step, device),
-                "unfused": not job.eager and not fused(model, precision, device),
                 **stamp(job.command),
             }
     send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
@@ -254,12 +251,6 @@ def measure(job: Job, send: Send) -> None:
             ratio = median(ratios(times[name], times[job.against]))
             row["against"] = {"recipe": Path(job.against).stem, "ratio": ratio}
         send({"kind": "row", **row})
-
-
-def fused(model: nn.Module, precision: str, device: torch.device) -> bool:
-    """Return whether the fused attention of `lion.ops.flex` has passed its check, if the model may use it on a GPU."""
-    place, dtype = torch.empty(0, device=device).device, torch.bfloat16 if precision == "bf16" else torch.float32
-    return device.type != "cuda" or all(flex.usable(place, dtype, *dims) for dims in fused_heads(model))
 
 
 def ratios(times: list[float], others: list[float]) -> list[float]:
@@ -320,8 +311,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     against = f"{other['ratio']:.2f} x {other['recipe']}" if other else ""
     if theirs := other and published(row, other["recipe"]):
         against += f" (paper: {theirs})"
-    name = row["mixer"] + ("*" if row.get("unfused") else "")
-    return [name, f"{row['ratio']:.2f}", published(row), plain, against, digits(row["ms"]), speed, peak]
+    return [row["mixer"], f"{row['ratio']:.2f}", published(row), plain, against, digits(row["ms"]), speed, peak]
 
 
 def published(row: dict[str, Any], against: str | None = None) -> str:

@@ -4,9 +4,8 @@
 
 For each stage of a mixer's layer, the command prints one line of JSON with the largest error of the output or of the
 gradients, divided by the largest value of the same graph run on the CPU. It writes the kernels into the folder. MIXER
-may also be `selective_scan`, for a step of its loop, and FORM `fused` or `fused_chunks`. Sizes are small: 16 features
-(32 if fused), 2 heads, chunks of 16 tokens (fused: 32). A separate process is needed, because Triton reads
-TRITON_INTERPRET when it is imported.
+may also be `selective_scan`, for a step of its loop. Sizes are small: 16 features, 2 heads, chunks of 16 tokens. A
+separate process is needed, because Triton reads TRITON_INTERPRET when it is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from lion.layers.mixers import MIXERS
 from tools.gpu.cubins import load
-from tools.gpu.fused import FUSED, FUSED_CHUNKS, taken
 from tools.gpu.graphs import Graph, trace
 from tools.gpu.lower import Program, call_of, lower
 from tools.gpu.scans import SCAN, scan_graphs
@@ -161,11 +159,9 @@ def graphs_of(mixer: str, form: str, direction: str, length: int, dtype: str) ->
     torch.manual_seed(0)
     if mixer == SCAN:
         return scan_graphs(1, length, 2 * WIDTH, WIDTH, getattr(torch, dtype))
-    width = 16 * HEADS if form in (FUSED, FUSED_CHUNKS) else WIDTH  # the least of fused kernels
-    with taken(form) as name:
-        layer = MIXERS[mixer].layer(width, HEADS, mixer, form=name, direction=direction, chunk_size=CHUNK)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            return trace(layer, torch.randn(1, length, width, requires_grad=True))
+    layer = MIXERS[mixer].layer(WIDTH, HEADS, mixer, form=form, direction=direction, chunk_size=CHUNK)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        return trace(layer, torch.randn(1, length, WIDTH, requires_grad=True))
 
 
 def verify(

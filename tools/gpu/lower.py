@@ -28,7 +28,6 @@ from tools.gpu.scans import steps_of
 from tools.gpu.targets import DEVICE, Target, pretend
 
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
-FLEX = "flex_attention"
 
 
 class Program(NamedTuple):
@@ -52,7 +51,6 @@ class Program(NamedTuple):
 def lower(graph: Graph, target: Target) -> Program:
     """Generate Inductor's code of a graph for a target."""
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
-    flex = any(FLEX in str(node.target) for node in module.graph.nodes)
     move(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -63,8 +61,7 @@ def lower(graph: Graph, target: Target) -> Program:
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
         flops = flops_of(module)
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-            if not flex:  # the passes reject flex_attention's moved subgraphs
-                _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
+            _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
             lowering = GraphLowering(module, example_inputs=inputs, shape_env=None)
             with V.set_graph_handler(lowering):
                 lowering.run(*inputs)

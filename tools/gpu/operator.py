@@ -7,7 +7,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tools.bench.operators import OPERATORS
-from tools.gpu.fused import taken
 from tools.gpu.graphs import Graph, trace
 
 
@@ -18,7 +17,7 @@ def operator_graphs(
 
     Args:
         mixer: Name in `OPERATORS`.
-        form: Form of the operator, or "fused".
+        form: Form of the operator.
         shape: (B, H, L, D) of q, k and v.
         dtype: Dtype of q, k and v.
         chunk_size: Tokens per chunk.
@@ -30,7 +29,7 @@ def operator_graphs(
     fakes = {name: mode.from_tensor(t.detach()).requires_grad_(t.requires_grad) for name, t in tensors.items()}
 
     def run(*given: Tensor) -> Tensor:
-        return operator.run(dict(zip(fakes, given)), fixed, name, chunk_size)
+        return operator.run(dict(zip(fakes, given)), fixed, form, chunk_size)
 
-    with mode, taken(form) as name:
+    with mode:
         return trace(run, *fakes.values())

@@ -23,7 +23,6 @@ from lion.recipe import Recipe
 from lion.tasks import Task
 from tools.bench.train import training_step
 from tools.gpu.cost import Cost
-from tools.gpu.fused import as_checked
 from tools.gpu.graphs import Graph, fake_module, trace
 from tools.gpu.lower import lower, operator_flops
 from tools.gpu.targets import Target
@@ -73,7 +72,7 @@ def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
         blocks = []
         for (unit, args, kwargs), n in calls:
             unit.train()
-            with as_checked(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 graphs = trace(lambda *xs, unit=unit, kwargs=kwargs: unit(*xs, **kwargs), *args)
             blocks.append((graphs, n))
     return Step(blocks, around.cost)

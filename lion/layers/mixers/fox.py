@@ -22,6 +22,7 @@ from lion.layers.mixers.parts import describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
 from lion.layers.shares import by_heads
+from lion.ops.inductor import materialized
 from lion.ops.tokens import flip
 
 FOX = "fox"
@@ -76,6 +77,7 @@ class ForgettingAttention(SoftmaxAttention):
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, layout: Layout) -> Tensor:
         direction = self.config.direction
         reverse = direction == "backward"
+        log_gates = materialized(log_gates)  # the scan of a GPU under torch 2.11 cannot add their bias
         sums = flip(flip(log_gates, -1, reverse).cumsum(-1), -1, reverse)
         mask = layout.with_pairs(direction).readable(direction)
         if mask is None and direction != "both":

@@ -1,0 +1,49 @@
+"""Hints for Inductor: values and gradients in a graph are those without the hints."""
+
+import pytest
+import torch
+
+from lion.ops import inductor
+
+from .helpers import assert_close
+
+pytestmark = pytest.mark.compiled
+PRODUCTS = {
+    "inner_products": (inductor.inner_products, lambda q, k: q @ k.mT, (5, 4), (7, 4)),
+    "outer_sum": (inductor.outer_sum, lambda k, v: k.mT @ v, (7, 4), (7, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_and_their_gradients(name):
+    fn, plain, *shapes = PRODUCTS[name]
+    leaves = [torch.randn(2, 3, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    torch._dynamo.reset()
+    results = []
+    for run in (torch.compile(fn, backend="aot_eager", fullgraph=True), plain):
+        y = run(*leaves)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, want in zip(*results):
+        assert_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_of_products_have_the_layout_of_their_tensors(name):
+    fn, _, *shapes = PRODUCTS[name]
+    leaves = [torch.randn(2, *shape, requires_grad=True) for shape in shapes]
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    strides = []
+    for x in leaves:
+        x.register_hook(lambda gradient: strides.append(gradient.stride()))
+    compiled(*leaves).sum().backward()
+    assert sorted(strides) == sorted(x.stride() for x in leaves)
+
+
+def test_a_gradient_in_memory_is_the_same_gradient(monkeypatch):
+    monkeypatch.setattr(inductor, "for_gpu", lambda _: True)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: inductor.with_gradient_in_memory(x).sin(), backend="aot_eager", fullgraph=True)
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), [x])
+    assert_close(gradient, x.cos(), 1e-12)
