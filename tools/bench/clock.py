@@ -8,7 +8,7 @@ one another. `peak / q` is the memory of a call beyond its inputs, in units of q
 the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile.
 
 Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
-They count the code of the torch version of their rows, which may differ from the version that was timed.
+They may count other code than was timed, that of another version of torch or of a later commit.
 
 Results are added to `clock.md` and `clock.json` in runs/bench, or in the folder `--out`; estimates are taken from
 `gpu.json` there.
