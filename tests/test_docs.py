@@ -239,10 +239,10 @@ def test_the_readme_has_the_times_of_the_gpu():
     text, h100 = (ROOT / "README.md").read_text(), "NVIDIA H100 80GB HBM3"
     found = json.loads((ROOT / "reports/clock.json").read_text())["rows"]
     (row,) = [r for r in found if (r["device"], r["name"], r["form"], r["length"]) == (h100, "lion_s", "chunk", 4096)]
-    assert f"takes {row['graph']['ratio']:.2f} of FlashAttention's time" in text
+    assert f"takes {row['graph']['ratio']:.2f} of SDPA's time" in text
     steps = json.loads((ROOT / "reports/train.json").read_text())["rows"]
     (row,) = [r for r in steps if (r["device"], r["mixer"], r["size"]) == (h100, "lion_s", 224)]
-    assert row["unfused"] and f"takes {row['ratio']:.2f} of softmax's without the fused kernels" in text
+    assert f"takes {row['ratio']:.2f} of softmax's" in " ".join(text.split())
     recipes = " ".join((ROOT / "recipes/README.md").read_text().split())
     ratios = {r["mixer"]: f"{r['ratio']:.2f}" for r in steps if r["device"] == h100 and r["size"] == 224}
     assert (

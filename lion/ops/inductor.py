@@ -1,4 +1,4 @@
-"""Hints for Inductor: which results it stores in memory, and the layout of gradients. Eager, they change nothing."""
+"""Hints for Inductor: which results it stores in memory, and the layouts of gradients. Eager, they change nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from lion.ops.modes import exporting, for_gpu
 
 def hinting() -> bool:
     return torch.compiler.is_compiling() and not exporting()
+
+
+def hinting_for_gpu(x: Tensor) -> bool:
+    return hinting() and for_gpu(x.device)
 
 
 def materialized(t: Tensor) -> Tensor:
@@ -27,21 +31,21 @@ def with_gradient_in_memory(x: Tensor) -> Tensor:
     The gradients of q, k and v become parts of one tensor, that of their projection. Otherwise the kernel that writes
     it computes, for each element, the last steps of the gradients of all three.
     """
-    return _GradientInMemory.apply(x) if hinting() and for_gpu(x.device) else x
+    return _GradientInMemory.apply(x) if hinting_for_gpu(x) else x
 
 
 def inner_products(q: Tensor, k: Tensor) -> Tensor:
     """Return `q k^T` (.., L, L') of queries (.., L, D) and keys (.., L', D).
 
     Autograd computes the gradient of `k^T`, a tensor (.., D, L'), of which the keys' gradient is a transposed view. Its
-    rows are slow on a GPU if L' is not a multiple of 8. Here the gradient is computed as (.., L', D).
+    rows are slow on a GPU if L' is not a multiple of 8. There, the gradient is computed as (.., L', D).
     """
-    return _InnerProducts.apply(q, k) if hinting() else q @ k.mT
+    return _InnerProducts.apply(q, k) if hinting_for_gpu(q) else q @ k.mT
 
 
 def outer_sum(k: Tensor, v: Tensor) -> Tensor:
     """Return `k^T v` (.., D, E) of keys (.., L, D) and values (.., L, E); the gradients are as in `inner_products`."""
-    return _OuterSum.apply(k, v) if hinting() else k.mT @ v
+    return _OuterSum.apply(k, v) if hinting_for_gpu(k) else k.mT @ v
 
 
 def in_memory(t: Tensor) -> Tensor:

@@ -14,11 +14,17 @@ PRODUCTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Trace as for a GPU."""
+    monkeypatch.setattr(inductor, "for_gpu", lambda _: True)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_and_their_gradients(name):
     fn, plain, *shapes = PRODUCTS[name]
     leaves = [torch.randn(2, 3, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    torch._dynamo.reset()
     results = []
     for run in (torch.compile(fn, backend="aot_eager", fullgraph=True), plain):
         y = run(*leaves)
@@ -31,7 +37,6 @@ def test_products_and_their_gradients(name):
 def test_gradients_of_products_have_the_layout_of_their_tensors(name):
     fn, _, *shapes = PRODUCTS[name]
     leaves = [torch.randn(2, *shape, requires_grad=True) for shape in shapes]
-    torch._dynamo.reset()
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
     strides = []
     for x in leaves:
@@ -40,10 +45,8 @@ def test_gradients_of_products_have_the_layout_of_their_tensors(name):
     assert sorted(strides) == sorted(x.stride() for x in leaves)
 
 
-def test_a_gradient_in_memory_is_the_same_gradient(monkeypatch):
-    monkeypatch.setattr(inductor, "for_gpu", lambda _: True)
+def test_a_gradient_in_memory_is_the_same_gradient():
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: inductor.with_gradient_in_memory(x).sin(), backend="aot_eager", fullgraph=True)
     (gradient,) = torch.autograd.grad(compiled(x).sum(), [x])
     assert_close(gradient, x.cos(), 1e-12)
