@@ -292,3 +292,15 @@ def test_auto():
             linear_attention(*inputs, form="auto", feature_map=None),
             linear_attention(*inputs, form=form, feature_map=None),
         )
+
+
+@pytest.mark.parametrize("direction", ["both", "forward", "backward"])
+@pytest.mark.parametrize("decay", ["lit", "S"])
+def test_scores_with_dropout_on_a_padded_length(decay, direction):
+    """Check the scores that dropout needs, with a probability that drops none: 75 tokens have 80 keys."""
+    given, how = make(decay, 75, dtype=torch.float64), dict(direction=direction, feature_map=None)
+    segments = (torch.arange(75) // 30).expand(given.q.shape[0], -1)
+    valid = torch.arange(75).expand_as(segments) < 50
+    for masks in ({}, {"segments": segments}, {"valid": valid}):
+        got = given.on(linear_attention, form="full", dropout_p=1e-12, **how, **masks)
+        assert_close(got, given.on(linear_attention, form="chunk", chunk_size=16, **how, **masks), 1e-10)
