@@ -13,7 +13,7 @@ Nothing is timed; all times are estimates. An estimate is the larger of two time
 over the tensor cores' rate, plus 1 us per call for the gap between kernels. Without CUDA graphs, the estimate is at
 least 6 us of CPU time per call. Softmax is FlashAttention, estimated in the same way, for a mixer with its products at
 half of the tensor cores' rate. For a recipe, softmax is the same model with softmax, or with `--against` the model of
-that recipe. [clock.md](clock.md) compares estimates with the times of GPUs, which are 1.2 to 2.5 times as long.
+that recipe. [clock.md](clock.md) compares estimates with the times of GPUs, which are 1.2 to 3.8 times as long.
 
 The row of a mixer is its operator alone, with its feature map. In the column `products`, `*` marks operators that also
 call other eager operators. The row of a recipe is a whole training step: its blocks are compiled, and the rest of the
