@@ -59,7 +59,7 @@ def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) ->
 
 
 def aligned(*xs: Tensor) -> tuple:
-    """Pad keys and values (B, H, L, D) with zeros to a fast length for matrix products; return them and the padding."""
+    """Pad keys, values and decays (B, H, L, D) with zeros to a fast length for products; return all and the padding."""
     length = xs[0].shape[2]
     padding = 0 if is_static(length) and length <= ALIGNED_ABOVE else round_up(length, ALIGNMENT) - length
     return (*(F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs), padding)

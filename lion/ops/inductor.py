@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.modes import exporting, for_gpu
+from lion.ops import modes
 
 
 def hinting() -> bool:
-    return torch.compiler.is_compiling() and not exporting()
+    return torch.compiler.is_compiling() and not modes.exporting()
 
 
 def hinting_for_gpu(x: Tensor) -> bool:
-    return hinting() and for_gpu(x.device)
+    return hinting() and modes.for_gpu(x.device)
 
 
 def materialized(t: Tensor) -> Tensor:

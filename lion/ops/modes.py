@@ -30,7 +30,10 @@ def may_wait(device: torch.device) -> bool:
 
 
 def for_gpu(device: torch.device) -> bool:
-    """Return whether the code runs on a GPU; graphs that are traced on a CPU for a GPU replace this function."""
+    """Return whether the code runs on a GPU.
+
+    Graphs that are traced on a CPU for a GPU replace this function, so it is called as `modes.for_gpu`.
+    """
     return device.type == "cuda"
 
 

@@ -30,6 +30,7 @@ from lion.ops.arguments import (
 )
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
 from lion.ops.full import aligned, weighted_sum
+from lion.ops.inductor import inner_products
 from lion.ops.modes import may_wait
 from lion.ops.segments import check_masks
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
@@ -135,7 +136,7 @@ def mean_mask_parts(
                 directions = tuple(d.map(lambda t: pad_with_last(t, padding)).with_queries(length) for d in directions)
                 positions = torch.cat([positions, torch.arange(length, length + padding, device=q.device)])
             masks.append(decay_mask(directions, positions=positions).squeeze(-1))  # (b, H, L, L')
-        weights = (q @ k.mT).to(masks[0].dtype) * mean(masks)
+        weights = inner_products(q, k).to(masks[0].dtype) * mean(masks)
         rowsum = settings.normalize != "none"
         return weighted_sum(weights, v, rowsum=rowsum, dropout_p=settings.dropout_p)
 

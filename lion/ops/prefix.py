@@ -20,15 +20,12 @@ from lion.ops.once import once
 
 def gradients_to(prefix: Tensor, q: Tensor, k: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return q and k (B, H, L, D) unchanged; their gradients determine that of `prefix` (B, H, L, D or 1)."""
-    return gradient_to(prefix, q, 1, valid), gradient_to(prefix, k, -1, valid)
-
-
-def gradient_to(prefix: Tensor, x: Tensor, sign: int, valid: Tensor | None = None) -> Tensor:
-    """Return queries (sign 1) or keys (sign -1) unchanged; `prefix` also receives their part of its gradient."""
-    return _GradientTo.apply(prefix, x, sign, valid)
+    return _GradientTo.apply(prefix, q, 1, valid), _GradientTo.apply(prefix, k, -1, valid)
 
 
 class _GradientTo(torch.autograd.Function):
+    """Queries (sign 1) or keys (sign -1), unchanged; `prefix` also receives their part of its gradient."""
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops import modes
 from lion.ops.decay import exp_where, least_log_decay
-from lion.ops.modes import for_gpu, reuses_memory
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
 
@@ -47,7 +47,7 @@ def pairs_of(
         size: Length of a short block.
         narrow: Dtype of the results of `halvings` on a GPU, whose products of float32 take several times as long.
     """
-    gpu = for_gpu(log_decay.device)
+    gpu = modes.for_gpu(log_decay.device)
     return (Sums if gpu else Products)(q, k, log_decay, size, narrow if gpu else q.dtype, *FOLDS[decay_convention])
 
 
@@ -230,7 +230,7 @@ def token(x: Tensor, j: int) -> Tensor:
 
 def lambdas(log_decay: Tensor) -> Tensor:
     """Return each token's own decay (.., L, D); `log_decay` stays unchanged."""
-    return exp_where(log_decay.clone() if reuses_memory() else log_decay, factors=FACTORS)
+    return exp_where(log_decay.clone() if modes.reuses_memory() else log_decay, factors=FACTORS)
 
 
 def flush_denormals(decay: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ PRODUCTS = {
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     """Trace as for a GPU."""
-    monkeypatch.setattr(inductor, "for_gpu", lambda _: True)
+    monkeypatch.setattr("lion.ops.modes.for_gpu", lambda _: True)
     torch._dynamo.reset()
 
 

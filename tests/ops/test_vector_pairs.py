@@ -12,7 +12,7 @@ def both_ways(monkeypatch, tensors, how):
     """Return the scores and their gradients by q, k and log decays, by products and by sums."""
     results = []
     for gpu in (False, True):
-        monkeypatch.setattr("lion.ops.vector_pairs.for_gpu", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr("lion.ops.modes.for_gpu", lambda device, gpu=gpu: gpu)
         leaves = [t.clone().requires_grad_() for t in tensors]
         scores = vector_scores(*leaves, None, how)
         weights = torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).sin().view_as(scores)

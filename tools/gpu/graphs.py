@@ -6,8 +6,7 @@ requires a CUDA driver.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -87,20 +86,11 @@ def trace(fn: Callable[..., Tensor], *args: Any) -> list[Graph]:
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
-    with for_a_gpu():
+    with mock.patch("lion.ops.modes.for_gpu", lambda _: True):
         out = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
     if torch.is_grad_enabled() and out.requires_grad:
         out.backward(torch.ones_like(out))
     return graphs
-
-
-@contextlib.contextmanager
-def for_a_gpu() -> Iterator[None]:
-    """Trace the operators as on a GPU."""
-    with contextlib.ExitStack() as stack:
-        for module in ("inductor", "vector_pairs"):
-            stack.enter_context(mock.patch(f"lion.ops.{module}.for_gpu", lambda _: True))
-        yield
 
 
 def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
