@@ -83,12 +83,12 @@ def check_closed(decay: str, closed_gate: float, share: float, how: dict) -> Non
 def test_no_denormal_numbers(lanes, form):
     """Check that no denormal numbers are written, because they slow down products on some processors.
 
-    Products of decays of 0.3 to 0.7 reach every magnitude within a few hundred tokens.
+    Products of decays of 0.3 to 0.7 reach every magnitude within a few hundred tokens, their fourth powers within 50.
     """
-    length = {"full": 512, "chunk64": 512, "rnn1": 150}.get(form, 197)
+    length = {"full": 512, "chunk64": 512, "rnn1": 50}.get(form, 197)
     rng = torch.Generator().manual_seed(0)
     q, k, v, gates = (torch.rand(1, 2, length, size, generator=rng) for size in (8, 8, 8, lanes))
-    log_decay = (0.3 + 0.4 * gates).log().squeeze(-1)
+    log_decay = (0.3 + 0.4 * gates).log().squeeze(-1) * (4 if form == "rnn1" else 1)
     for decay_convention, normalize in zip(DECAY_CONVENTIONS, ("none", "sum", "sum", "none")):
         signs = 0.5 if normalize == "none" else 0.0
         leaves = Inputs(q - signs, k - signs, v - 0.5, log_decay).leaves()
@@ -176,7 +176,7 @@ def test_long_sums_lose_nothing():
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.slow
 def test_long_bf16_is_finite(decay):
-    inputs = make(decay, 65_536, batch=1, heads=1, dim=8, value_dim=8, dtype=torch.bfloat16)
+    inputs = make(decay, 32_768, batch=1, heads=1, dim=8, value_dim=8, dtype=torch.bfloat16)
     forms = {"chunk": dict(form="chunk"), "rnn": dict(form="rnn", chunk_size=1024)}
     if decay == "lit":
         forms["full"] = dict(form="full")

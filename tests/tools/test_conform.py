@@ -16,7 +16,7 @@ from tools.conform.target import open_subject, parse_init
 
 LAYERS = "tests/tools/conform_layers.py"
 EAGER = [name for name in CHECKS if name != COMPILE]
-COMPILED = (("lion_s", "both"), ("gated_deltanet", "forward"))
+COMPILED = (pytest.param("lion_s", "both", marks=pytest.mark.every), ("gated_deltanet", "forward"))
 DIRECTIONS = [(name, direction) for name in MIXERS for direction in ("both", "forward", "backward")]
 
 

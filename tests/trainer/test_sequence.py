@@ -163,7 +163,7 @@ def alone(tmp_path_factory):
 
 def test_training_equals_one_process(alone, tmp_path):
     folder, expected = alone
-    for count, names in ((2, tuple(kinds())), (3, tuple(kinds())), (4, ("lra", "bert", "gpt"))):
+    for count, names in ((2, ("lra", "bert", "vit")), (3, tuple(kinds()))):  # 4 processes resume a run below
         for rank, found in enumerate(in_processes(count, work, names, tmp_path / str(count))):
             same(found, expected, (count, rank))
         for name in names:
