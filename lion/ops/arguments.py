@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops.modes import may_wait
+from lion.ops.modes import is_static, may_wait
 from lion.ops.settings import Settings
 
 
@@ -183,18 +183,6 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     The largest float16 value is 65,504, which such sums exceed.
     """
     return torch.float32 if x.dtype == torch.float16 else x.dtype
-
-
-def is_static(size: int) -> bool:
-    """Return whether `size` is a fixed number.
-
-    A symbol is not: it represents all sizes in a graph of `torch.compile` or `torch.export`.
-    """
-    if not torch.compiler.is_compiling():
-        return True
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy: only when compiling
-
-    return has_static_value(size)
 
 
 def round_up(length: int, multiple: int) -> int:

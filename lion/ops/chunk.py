@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_static, round_up
+from lion.ops.arguments import round_up
 from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, pad_with_last
 from lion.ops.full import decayed_scores
 from lion.ops.inductor import outer_sum
-from lion.ops.modes import exporting
+from lion.ops.modes import exporting, is_static
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
 
 GROUP = 32  # chunks per group; above two groups, chunks are carried group by group, so that cost stays linear in L

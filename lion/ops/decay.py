@@ -45,12 +45,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.inductor import materialized
-from lion.ops.modes import reuses_memory
+from lion.ops.modes import is_static, reuses_memory
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
 DIRECTIONS = ("both", "forward", "backward")
 LOG_ONE = 1e-30  # as good as 0 in all sums; torch's `clamp` at 0 itself drops the gradient of a value of exactly 0
-LOG_ZERO = -1e3  # its exp is 0 in float64; lower values would only reduce the precision of sums
+ONE_TERM_UP_TO = 512  # tokens of bfloat16; the error of their decays is then at most a rounding, 2^-8
 
 
 def scan_directions(direction: str) -> list[str]:
@@ -59,8 +59,13 @@ def scan_directions(direction: str) -> list[str]:
 
 
 def bounded(log_decay: Tensor) -> Tensor:
-    """Return log decays between `LOG_ZERO` and 0 (`LOG_ONE`)."""
-    return log_decay.clamp(LOG_ZERO, LOG_ONE)
+    """Return log decays between `log_zero` and 0 (`LOG_ONE`)."""
+    return log_decay.clamp(log_zero(log_decay.dtype), LOG_ONE)
+
+
+def log_zero(dtype: torch.dtype) -> float:
+    """Return the log decay that counts as 0; lower values would only reduce the precision of sums."""
+    return math.log(torch.finfo(dtype).tiny)
 
 
 class CumulativeDecay(NamedTuple):
@@ -116,18 +121,19 @@ class Direction(NamedTuple):
 
 
 def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
-    """Return `log M` of broadcastable queries and keys, at most 0.
+    """Return `log M` of broadcastable queries and keys that precede them, up to rounding errors.
 
     Without gradients all terms are added to one result in place.
     """
     difference = query.terms[0] - key.terms[0]
-    if reuses_memory():
-        for q, k in zip(query.terms[1:], key.terms[1:]):
-            difference += q - k
-        return difference.clamp_(max=0)
     for q, k in zip(query.terms[1:], key.terms[1:]):
-        difference = difference + (q - k)
-    return difference - difference.detach().clamp(min=0)  # values rounded above 0 are cut off, their gradients are not
+        difference = difference.add_(q - k) if reuses_memory() else difference + (q - k)
+    return difference
+
+
+def at_most_0(log_decay: Tensor) -> Tensor:
+    """Return log decays of which those rounded above 0 are cut off; their gradients are not."""
+    return log_decay.clamp_(max=0) if reuses_memory() else log_decay - log_decay.detach().clamp(min=0)
 
 
 def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
@@ -164,15 +170,16 @@ def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Ten
 
 def decay(query: CumulativeDecay, key: CumulativeDecay, allowed: Tensor | None = None) -> Tensor:
     """Return the decay from the key to the query; 0 across segments and where `allowed` is False."""
-    return exp_where(log_decay_between(query, key), same_segment(query, key), allowed)
+    return exp_where(at_most_0(log_decay_between(query, key)), same_segment(query, key), allowed)
 
 
-def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def prefix_sums(log_decay: Tensor, one_term: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences are precise.
 
     Over a long or steep sequence, the error of a float32 sum is far larger than the small differences between its
     values. The sum is therefore computed in float64 and kept as float32 (high, low) pairs. For float64 decays, the
-    second term holds the rounding errors of their sum. Gradients flow through the first term.
+    second term holds the rounding errors of their sum. Gradients flow through the first term. With `one_term`, there is
+    no second one.
 
     Values above 0 count as 0, because the forms would disagree on a lambda above 1.
     """
@@ -187,7 +194,7 @@ def prefix_sums(log_decay: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
             rest = F.pad((padded[..., 1:, :] - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
         else:
             rest = (total - total.float().double()).float()
-    terms = [materialized(t) for t in (total.to(log_decay.dtype), rest)]
+    terms = [materialized(t) for t in (total.to(log_decay.dtype), rest)[: 1 if one_term else 2]]
     return tuple(t[..., 1:, :] for t in terms), tuple(t[..., :-1, :] for t in terms)
 
 
@@ -216,15 +223,24 @@ def includes_query_decay(decay_convention: str, direction: str) -> bool:
 
 
 def make_directions(
-    log_decay: Tensor, segment_index: Tensor | None, *, decay_convention: str, direction: str
+    log_decay: Tensor,
+    segment_index: Tensor | None,
+    *,
+    decay_convention: str,
+    direction: str,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Direction, ...]:
     """Return the active directions, forward first.
 
     Args:
         log_decay: Decays (b, H, .., L, D or 1), float32 or float64.
         segment_index: Segment numbers (B, .., L), non-decreasing, or None.
+        dtype: Dtype of the tokens. The sums of a short sequence in bfloat16 have one term: half of the work for a pair.
     """
-    inclusive, exclusive = prefix_sums(log_decay)
+    length = log_decay.shape[-2]
+    narrow = dtype == torch.bfloat16 and log_decay.dtype == torch.float32
+    one_term = narrow and is_static(length) and length <= ONE_TERM_UP_TO
+    inclusive, exclusive = prefix_sums(log_decay, one_term)
     index = None if segment_index is None else segment_index[:, None, ..., None]
     made = []
     for name in scan_directions(direction):
@@ -269,7 +285,7 @@ def decay_mask(
         earlier = j > i if directions[0].reverse else j < i
         return decay(*pairs[0], earlier | (i == j) if include_diagonal else earlier)
     log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
-    return exp_where(log_mask, same_segment(*pairs[0]), None if include_diagonal else i != j)
+    return exp_where(at_most_0(log_mask), same_segment(*pairs[0]), None if include_diagonal else i != j)
 
 
 _Terms = tuple[Tensor, ...]

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_static, round_up
+from lion.ops.arguments import round_up
 from lion.ops.decay import Direction, decay_mask, make_directions, pad_with_last
 from lion.ops.inductor import inner_products, outer_sum
-from lion.ops.modes import reuses_memory
+from lion.ops.modes import is_static, reuses_memory
 from lion.ops.tokens import ScoreSettings, TokenBlock
 
 Scale = Callable[[Tensor | None], Tensor | float]  # factor of each row (B, H, L, 1), from its sum (B, H, L)
@@ -34,7 +34,9 @@ def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tu
     q, length = tokens.q, tokens.q.shape[2]
     k, v, log_decay, padding = aligned(*tokens[1:4])  # L' keys
     index = pad_segments(tokens.segment_index, padding)
-    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
+    directions = make_directions(
+        log_decay, index, decay_convention=how.decay_convention, direction=how.direction, dtype=q.dtype
+    )
     if padding:
         directions = tuple(d.with_queries(length) for d in directions)
     weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, L, L')

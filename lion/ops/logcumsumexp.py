@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_static, round_up
+from lion.ops.arguments import round_up
+from lion.ops.modes import is_static
 
 BLOCK = 8  # tokens per block, processed one after the other
 

@@ -24,6 +24,18 @@ def exporting() -> bool:
 exporting._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which imports the compiler
 
 
+def is_static(size: int) -> bool:
+    """Return whether `size` is a fixed number.
+
+    A symbol is not: it represents all sizes in a graph of `torch.compile` or `torch.export`.
+    """
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy: only when compiling
+
+    return has_static_value(size)
+
+
 def may_wait(device: torch.device) -> bool:
     """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
     return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()

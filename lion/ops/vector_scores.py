@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import is_static
 from lion.ops.decay import bounded
 from lion.ops.inductor import materialized
+from lion.ops.modes import is_static
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_pairs import FOLDS, late_half, pairs_of
 

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lion.ops.decay import LOG_ZERO, bounded, least_log_decay
+from lion.ops.decay import bounded, least_log_decay, log_zero
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later
 from lion.ops.vector_scores import fold_both, pad
@@ -43,7 +43,7 @@ def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) ->
         return shift_later(_Scan.apply(k, log_decay), 1)
     first = segment_index.diff(dim=-1, prepend=segment_index[..., :1]) != 0
     first = first[:, None, ..., None]
-    return shift_later(_Scan.apply(k, log_decay.masked_fill(first, LOG_ZERO)), 1).masked_fill(first, 0)
+    return shift_later(_Scan.apply(k, log_decay.masked_fill(first, log_zero(log_decay.dtype))), 1).masked_fill(first, 0)
 
 
 class _Scan(torch.autograd.Function):

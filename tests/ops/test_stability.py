@@ -1,5 +1,7 @@
 """Numerical stability: extreme gates, long sequences and narrow dtypes give finite and accurate results."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from lion.ops import (
     prefill,
     reference_attention,
 )
+from lion.ops.decay import ONE_TERM_UP_TO, decay_mask, make_directions
 
 from .checks import definition
 from .helpers import (
@@ -208,6 +211,20 @@ def test_bf16_accuracy(decay, length):
                 got = linear_attention(*inputs, **how, **arguments, feature_map=None)
                 assert got.dtype == torch.bfloat16
                 assert_close(got, exact, budget, f"{form} {arguments}")
+
+
+def test_decays_of_bfloat16_are_exact_up_to_a_rounding():
+    """Check sums of one term where they are longest: nearly all tokens forget everything."""
+    torch.manual_seed(0)
+    for forget, keep in itertools.product((0.05, 0.5, 0.99), (-0.001, -0.3)):
+        drawn = torch.rand(2, 1, 8, ONE_TERM_UP_TO + 1, 1)
+        log_decay = torch.where(drawn[0] < forget, -200.0, keep * drawn[1])
+        for length, limit in ((ONE_TERM_UP_TO, BF16), (ONE_TERM_UP_TO + 1, 1e-6)):
+            masks = [
+                decay_mask(make_directions(x, None, decay_convention="source", direction="both", dtype=torch.bfloat16))
+                for x in (log_decay[:, :, :length], log_decay[:, :, :length].double())
+            ]
+            assert (masks[0] - masks[1]).abs().max() < limit, (forget, keep, length)
 
 
 @pytest.mark.parametrize("normalize", ("sum", "max", "pre"))
