@@ -74,9 +74,12 @@ class Layout(NamedTuple):
         """Check that this is the layout of tokens x (B, L, dim).
 
         Raises:
-            ValueError: A field of another number of rows or tokens.
+            ValueError: A field of another number of rows or tokens, or segments without a mask and positions.
         """
         batch, length = x.shape[:2]
+        masks = [x is not None for x in (self.valid, self.positions)]
+        if not all(masks) and (self.segment_index is not None or masks[0]):
+            raise ValueError("layout: padding and segments need `valid` and `positions`, which Layout.of(x, ..) makes")
         for name in ("valid", "segment_index", "positions", "coords", "special", "orders"):
             field = getattr(self, name)
             if field is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.config import nearest_divisor
 from lion.layers.layout import Layout
 
 
@@ -40,5 +41,5 @@ def check_share(name: str, count: int, processes: int) -> None:
         ValueError: It does not.
     """
     if count % processes:
-        near = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(n - processes))
+        near = nearest_divisor(processes, count)
         raise ValueError(f"{name}: {count} cannot be divided among {processes} processes, nearest number: {near}")

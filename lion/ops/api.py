@@ -72,11 +72,11 @@ def linear_attention_parts(
     settings: Settings = DEFAULTS,
     **fields: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), float32 or wider, without dividing them.
+    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), without dividing them.
 
-    Several scans can therefore be added up before the division. The arguments are those of `linear_attention` except
-    the gates `prefix` and `floor`, and `scale` and `eps`. With `normalize="none"` the row sum is None. For float16
-    tokens the numerator is float32.
+    The numerator has the dtype of v (float32 for float16), the row sum float32 or a wider one. Several scans can
+    therefore be added up before the division. The arguments are those of `linear_attention` except the gates `prefix`
+    and `floor`, and `scale` and `eps`. With `normalize="none"` the row sum is None.
     """
     check_tokens(q, k, v)
     gates = take_gates(gates, fields, prefix=False)
@@ -99,7 +99,7 @@ def normalized(
 
 
 def row_scale(rowsum: Tensor | None, settings: Settings, dim: int, floor: Tensor | None = None) -> Tensor | float:
-    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or of all rows; the forms share it.
+    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or one number if there are no row sums.
 
     `floor` (B, H, L) is the smallest divisor of each row under "max".
     """

@@ -37,5 +37,7 @@ def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
     """Return phi(x) in the dtype of `x`, or x unchanged if `name` is None."""
     if name is None:
         return x
+    if name == "identity":
+        return with_gradient_in_memory(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return FEATURE_MAPS[name].apply(with_gradient_in_memory(x).to(wide)).to(x.dtype)

@@ -83,14 +83,24 @@ def weighted_sum(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float) 
 
 
 def add_diagonal(
-    numerator: Tensor, total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, bonus: Tensor | None, wide: torch.dtype
+    numerator: Tensor,
+    total: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bonus: Tensor | None,
+    wide: torch.dtype,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Add what each token reads from itself, for scores without a diagonal.
 
     The weight of a token's own key is `bonus` (H, 1, D or 1), or 1.
     """
     weight = (q.to(wide) * k * (1 if bonus is None else bonus)).sum(-1)  # (B, H, L)
-    return (numerator + weight[..., None] * v).to(v.dtype), None if total is None else total + weight
+    total = None if total is None else total + weight
+    if dropout_p:
+        weight = F.dropout(weight, dropout_p)
+    return (numerator + weight[..., None] * v).to(v.dtype), total
 
 
 def product_parts(

@@ -119,7 +119,7 @@ def score_parts(scores: ScoreSet, scale: Scale | None = None) -> tuple[Tensor, T
     decayed = full_vector_parts if log_decay.shape[-1] > 1 else masked_parts
     numerator, total = (undecayed_parts if undecayed else decayed)(tokens, how, dropout_p)
     if not how.include_diagonal:
-        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
+        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype, dropout_p)
     return finished((numerator, total), scale)
 
 

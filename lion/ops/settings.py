@@ -75,8 +75,8 @@ class Settings:
             `lion.ops.decay` shows the masks.
         feature_map: Map phi that is applied to q and k, an entry of `lion.ops.features.FEATURE_MAPS`, or None if q and
             k have been mapped already. Required under "sum" and "pre": a row of signed scores can sum to nearly zero,
-            and the division then explodes. Without gradients, `angles` and `prefix`, loops over chunks and steps hold
-            no copy of phi(q) and phi(k).
+            and the division then explodes. If there are no gradients, no `angles` and no `prefix`, loops over chunks
+            and steps hold no copy of phi(q) and phi(k).
         scale: Factor on the scores, by default 1/sqrt(D). It cancels under "sum" and "pre".
         chunk_size: Largest number of tokens per chunk, at least 1; in the rnn form, tokens per step.
         eps: Smallest divisor of a row under "sum" and "pre".
@@ -136,7 +136,9 @@ def with_fields(settings: Settings, given: dict[str, Any], unused: tuple[str, ..
     if not isinstance(settings, Settings):
         raise ValueError(f"settings: expected lion.ops.Settings, or its fields by name, got {settings!r}")
     for name in given:
-        if name not in NAMES or name in unused:
+        if name in unused:
+            raise ValueError(f"{name}: not a setting here, leave it out")
+        if name not in NAMES:
             raise ValueError(f"{name}: not a setting here, {hint(name, [n for n in NAMES if n not in unused])}")
     if given:
         settings = replace(settings, **given)

@@ -21,7 +21,6 @@ from lion.ops.arguments import (
 )
 from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
 from lion.ops.delta import delta_advance, delta_chunks, with_delta
-from lion.ops.features import apply_feature_map
 from lion.ops.rnn import Recurrence, advance
 from lion.ops.rotary import rotate_each
 from lion.ops.scores import separate_rowsum
@@ -66,14 +65,14 @@ def step(
     check_gates(q, gates, settings)
     log_decay, beta, bonus, angles, _, erase, read, floor = gates
     check_masks(q, valid, None)
-    q, k = apply_feature_map(settings.feature_map, q), apply_feature_map(settings.feature_map, k)
+    q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     if state.S.shape != shape or state.z.shape != shape[:-1]:
         raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
     normalize = settings.normalize
     with no_autocast(q):
         check_values(gates, valid)
-        *rotated, erase, read = rotate_each(angles, None, q, k, erase, read)
+        *rotated, erase, read = rotate_each(angles, valid, q, k, erase, read)
         if gates.delta:
             tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
             tokens = with_delta(tokens, beta, erase, read)

@@ -550,3 +550,39 @@ def test_a_mixer_of_another_package():
     finally:
         MIXERS.pop("half_life", None)
         LINEAR.pop("half_life", None)
+
+
+def test_a_block_without_a_mixer_streams_with_its_shifts():
+    layer, x = make_mixer("none", 12, 3, direction="forward", token_shift=True).double(), torch.randn(2, 7, 12).double()
+    y, state = layer.prefill(x[:, :4])
+    rest, _ = layer.step(x[:, 4:], state)
+    torch.testing.assert_close(torch.cat([y, rest], 1), layer(x))
+    with pytest.raises(ValueError, match="state: made for 2 sequences, got 1"):
+        layer.step(x[:1, 4:], state)
+
+
+@pytest.mark.parametrize("scans", [(), ("row_snake", "column_snake")])
+def test_a_map_of_keys_alone(scans):
+    """Check a map of keys without a decay, and with several scans; the row sum before decays has a name."""
+    entry = dataclasses.replace(LINEAR["lion_d" if scans else "lion_lit"], key_map="sigmoid", normalize="pre")
+    MIXERS["mapped"] = MIXERS["lion_lit"]._replace(fields=entry)
+    try:
+        torch.manual_seed(0)
+        layer = LionAttention(12, 3, "mapped", **({"scans": scans} if scans else {}))
+        mapped, plain = [], []
+        x, layout = torch.randn(2, 7, 12), grid_layout(3, 2, scans or ("row_major",))
+        for key_map, found in (("sigmoid", mapped), (None, plain)):
+            layer.mixer = dataclasses.replace(entry, key_map=key_map)
+            found.append(layer(x, layout))
+        assert not torch.allclose(mapped[0], plain[0])
+        assert "row sum before decays" in LionAttention.info("mapped")
+    finally:
+        MIXERS.pop("mapped")
+
+
+@torch.no_grad()
+def test_a_stream_under_autocast_keeps_its_cache_narrow():
+    layer, x = SoftmaxAttention(12, 3, direction="forward"), torch.randn(2, 3, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = layer.step(x, layer.initial_state(2))
+        assert state.k.dtype == layer.prefill(x)[1].k.dtype == torch.bfloat16

@@ -21,6 +21,7 @@ def test_drop_path_drops_whole_samples_and_keeps_the_mean():
     assert abs(y.mean() - 1) < 0.03
     assert torch.equal(layer.eval()(x), x)
     assert "rate" not in layer.state_dict()
+    assert not DropPath(1.0)(x).any()
 
 
 @pytest.mark.parametrize("kind", BLOCKS.values())

@@ -117,3 +117,15 @@ def test_settings_of_linear_mixers_are_refused():
     for settings in ({"form": "chunk"}, {"normalize": "sum"}, {"scans": ("row_snake",)}):
         with pytest.raises(ValueError, match="fox"):
             ForgettingAttention(DIM, HEADS, **settings)
+
+
+@torch.no_grad()
+def test_sums_lose_nothing_over_a_long_stream():
+    """Check float32 against float64 after 2,000 tokens, and after others whose gates have summed up to -1e6."""
+    made, x = layer(), tokens(2000, batch=1)
+    want, narrow = made(x), layer().float()
+    torch.testing.assert_close(narrow(x.float()).double(), want, atol=2e-6, rtol=0)
+    state = narrow.prefill(x[:, :1990].float())[1]
+    for before in (0, -1e6):
+        y, _ = narrow.step(x[:, 1990:].float(), state._replace(sums=state.sums + before))
+        torch.testing.assert_close(y.double(), want[:, 1990:], atol=2e-6, rtol=0)

@@ -74,3 +74,11 @@ def test_the_layout_of_other_tokens_is_refused():
     for name, shape in {"coords": (2, 6), "special": (6,), "orders": (2, 6), "positions": (3, 7)}.items():
         with pytest.raises(ValueError, match=f"layout: {name} {re.escape(str(shape))} is of other tokens"):
             layer(x, Layout(**{name: torch.zeros(shape, dtype=torch.long)}))
+
+
+def test_masks_without_positions_are_refused():
+    layer, x = LionAttention(12, 3), torch.randn(2, 7, 12)
+    whole = Layout.of(x, segments=torch.zeros(2, 7, dtype=torch.long))
+    for missing in ("valid", "positions"):
+        with pytest.raises(ValueError, match=r"need `valid` and `positions`, which Layout\.of"):
+            layer(x, whole._replace(**{missing: None}))

@@ -89,3 +89,15 @@ def test_vmap_over_decays_without_gradients(shape, form):
 
     with torch.no_grad():
         torch.testing.assert_close(vmap(run)(decays), torch.stack([run(a) for a in decays]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["full", "chunk", "rnn"])
+def test_vmap_over_segments(form):
+    q, k, v = torch.randn(3, 3, 1, 2, 9, 4, dtype=torch.float64)
+    segments = torch.tensor([[[0, 0, 0, 1, 1, 1, 2, 2, 2]], [[0] * 9], [[0] * 5 + [1] * 4]])
+
+    def run(q, k, v, segments):
+        return linear_attention(q, k, v, form=form, feature_map="elu1", chunk_size=4, segments=segments)
+
+    each = torch.stack([run(*one) for one in zip(q, k, v, segments)])
+    torch.testing.assert_close(vmap(run)(q, k, v, segments), each, rtol=1e-12, atol=1e-12)

@@ -304,3 +304,12 @@ def test_scores_with_dropout_on_a_padded_length(decay, direction):
     for masks in ({}, {"segments": segments}, {"valid": valid}):
         got = given.on(linear_attention, form="full", dropout_p=1e-12, **how, **masks)
         assert_close(got, given.on(linear_attention, form="chunk", chunk_size=16, **how, **masks), 1e-10)
+
+
+@pytest.mark.parametrize("what", ["", "bonus H"])
+def test_dropout_drops_a_tokens_own_score_too(what):
+    torch.manual_seed(0)
+    given, how = case(make("S", 9), what), dict(decay_convention="between", feature_map=None, normalize="none")
+    assert not given.on(linear_attention, form="full", dropout_p=1.0, **how).any()
+    outputs = [given.on(linear_attention, form="full", dropout_p=0.5, **how) for _ in range(4000)]
+    assert_close(torch.stack(outputs).mean(0), given.on(linear_attention, **how), 0.1)

@@ -129,3 +129,14 @@ def test_autocast_leaves_the_step_alone():
     with torch.autocast("cpu", torch.bfloat16):
         got, _ = stream(inputs, PIECES["pieces"])
     assert torch.equal(got, expected)
+
+
+def test_padding_may_hold_nan():
+    given = make("S", LENGTH)._asdict()
+    angles = torch.rand(3, LENGTH, 2, dtype=torch.float64, requires_grad=True)
+    valid = torch.arange(LENGTH).expand(2, -1) % 5 != 3
+    q, k, v = (given[name].masked_fill(~valid[:, None, :, None], torch.nan) for name in "qkv")
+    state = initial_state(k, v)
+    y, state = step(q, k, v, state, given["log_decay"], angles=angles, valid=valid, feature_map="elu1")
+    y.sum().backward()
+    assert y.isfinite().all() and state.S.isfinite().all() and angles.grad.isfinite().all() and angles.grad.any()

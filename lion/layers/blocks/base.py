@@ -84,7 +84,7 @@ class DropPath(Constants):
             return x
         keep = 1 - self.rate
         kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) < keep
-        return x * (kept / keep).to(x.dtype)
+        return x * (kept / keep.clamp(min=torch.finfo(keep.dtype).tiny)).to(x.dtype)  # 0 at a rate of 1
 
 
 class Dropout(nn.Dropout):

@@ -147,7 +147,7 @@ def check_rotation(config: AttentionConfig) -> None:
 def streams(config: AttentionConfig) -> bool:
     """Return whether no token sees a later one, by its direction and norm.
 
-    A property that reads `super().causal` would be true in every graph of Dynamo.
+    This is a function because Dynamo evaluates a property that reads `super().causal` as true.
     """
     return config.direction == "forward" and not over_tokens(config.out_norm)
 

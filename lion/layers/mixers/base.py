@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
@@ -129,7 +130,11 @@ class Mixer(nn.Module):
 
 
 def check_width(dim: int, num_heads: int) -> None:
-    """Raises ValueError: `dim` and `num_heads` are not whole numbers, or `dim` is not a multiple of `num_heads`."""
+    """Check that `dim` is a multiple of `num_heads`.
+
+    Raises:
+        ValueError: It is not, or one of them is not a whole number.
+    """
     number("num_heads", num_heads, Integral, 1)
     number("dim", dim, Integral, 1)
     if dim % num_heads:
@@ -153,11 +158,17 @@ def check_state(state: Any, kind: type[NamedTuple], x: Tensor) -> None:
             f"state: expected a {kind.__name__}, which prefill returns, and initial_state(batch) without a prompt; "
             f"got {type(state).__name__}"
         )
-    first = state
-    while isinstance(first, tuple):
-        first = first[0]
-    if first.shape[0] != x.shape[0]:
-        raise ValueError(f"state: made for {first.shape[0]} sequences, got {x.shape[0]}")
+    for batch in batches(state):
+        if batch != x.shape[0]:
+            raise ValueError(f"state: made for {batch} sequences, got {x.shape[0]}")
+
+
+def batches(state: Any) -> Iterator[int]:
+    """Return the numbers of sequences of all tensors of a state."""
+    if isinstance(state, Tensor):
+        yield state.shape[0]
+    for part in state if isinstance(state, tuple) else ():
+        yield from batches(part)
 
 
 def mixers_of(model: nn.Module) -> list[Mixer]:
@@ -167,7 +178,8 @@ def mixers_of(model: nn.Module) -> list[Mixer]:
 def set_form(model: nn.Module, form: str, chunk_size: int | None = None) -> None:
     """Run every mixer of `model` in this form, "auto" or one of `FORMS`, from now on; weights are unchanged.
 
-    Training with score dropout needs "full" or "auto".
+    Without `chunk_size`, chunks have the size of the mixer's config. Training with score dropout needs "full" or
+    "auto".
 
     Raises:
         ValueError: An unknown form, a form that a mixer does not have, a chunk size below 1, or a model without mixers.

@@ -7,6 +7,8 @@ both directions the sum runs over the tokens after the earlier one of i and j, u
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -78,29 +80,33 @@ class ForgettingAttention(SoftmaxAttention):
         direction = self.config.direction
         reverse = direction == "backward"
         log_gates = materialized(log_gates)  # the scan of a GPU under torch 2.11 cannot add their bias
-        sums = flip(flip(log_gates, -1, reverse).cumsum(-1), -1, reverse)
+        sums = flip(flip(log_gates, -1, reverse).double().cumsum(-1), -1, reverse)
+        high = materialized(sums.to(log_gates.dtype))
+        low = materialized((sums.detach() - high.detach()).to(log_gates.dtype))
         mask = layout.with_pairs(direction).readable(direction)
         if mask is None and direction != "both":
             mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
             mask = mask.triu() if reverse else mask.tril()
-        y = self.attend(q, k, v, self.bias(sums, sums, mask).to(q.dtype))
+        y = self.attend(q, k, v, self.bias((high, low), (high, low), mask).to(q.dtype))
         return y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 
-    def bias(self, by_query: Tensor, by_key: Tensor, mask: Tensor | None) -> Tensor:
-        """Return log M (B, H, L, T) from sums (B, H, L) and (B, H, T); minus infinity where `mask` is False."""
-        bias = -(by_query[..., None] - by_key[..., None, :]).abs()
+    def bias(self, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+        """Return log M (B, H, L, T) from the terms of the sums of queries (B, H, L) and keys (B, H, T).
+
+        It is minus infinity where `mask` is False.
+        """
+        bias = -reduce(add, [q[..., None] - k[..., None, :] for q, k in zip(by_query, by_key)]).abs()
         return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
     def initial_heads(self, batch: int) -> ForgettingCache:
         cache = super().initial_heads(batch)
-        dtype = torch.promote_types(cache.k.dtype, torch.float32)
-        return ForgettingCache(cache, cache.k.new_zeros(batch, self.num_heads, 0, dtype=dtype))
+        return ForgettingCache(cache, cache.k.new_zeros(batch, self.num_heads, 0, dtype=torch.float64))
 
     def prefill_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
     ) -> tuple[Tensor, ForgettingCache]:
         y, cache = super().prefill_heads(x, q, k, v, layout)
-        return y, ForgettingCache(cache, self.log_gates(x, cache.k, layout).cumsum(-1))
+        return y, ForgettingCache(cache, self.log_gates(x, cache.k, layout).double().cumsum(-1))
 
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: ForgettingCache, valid: Tensor | None
@@ -109,10 +115,10 @@ class ForgettingAttention(SoftmaxAttention):
         layout = Layout.after(x, state.cache.valid.sum(1), valid)
         q, k = self.map_and_rotate(x, q, k, layout)
         before = F.pad(state.sums, (1, 0))[..., -1:]  # 0 before the first token
-        sums = before + self.log_gates(x, k, layout).cumsum(-1)
+        sums = before + self.log_gates(x, k, layout).double().cumsum(-1)
         cache, read = self.extended(state.cache, k, v, valid)
         every = torch.cat([state.sums, sums], -1)
-        y = self.attend(q, *cache.read(q.dtype), self.bias(sums, every, read).to(q.dtype))
+        y = self.attend(q, *cache.read(q.dtype), self.bias((sums,), (every,), read).to(q.dtype))
         return y, ForgettingCache(cache, every)
 
 

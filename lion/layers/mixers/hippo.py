@@ -17,6 +17,7 @@ from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.lion import LION
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
+from lion.layers.rotations import along_text
 from lion.ops import Gates, rotary_angles
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # legs as in S5; a scalar decay cannot rotate
@@ -93,9 +94,7 @@ class HippoDecay(Decay):
         """Return angles (H, L, D/2), or (B, H, L, D/2) where positions differ between rows; None without rotation."""
         if self.frequency is None:
             return None
-        positions = layout.positions_of(x)  # (B or 1, L)
-        positions = positions[:, None] if positions.shape[0] > 1 else positions
-        return rotary_angles(positions, (self.by_state(self.frequency, x) * steps)[:, None])
+        return rotary_angles(along_text(x, layout), (self.by_state(self.frequency, x) * steps)[:, None])
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         rates, steps = self.steps(x)

@@ -205,7 +205,9 @@ class LionAttention(Attention):
     def info(name: str) -> MixerInfo:
         entry: LinearMixer = MIXERS[name].fields
         memory = "none" if entry.decay is None else entry.decay.per
-        divisor = {"sum": "row sum", "max": "max(abs(row sum), 1)", "none": "-"}[entry.normalize]
+        divisor = {"sum": "row sum", "pre": "row sum before decays", "max": "max(abs(row sum), 1)", "none": "-"}[
+            entry.normalize
+        ]
         return MixerInfo(entry.source, memory, divisor, describe(entry.block), entry.left_out or "-")
 
     @staticmethod
@@ -254,7 +256,7 @@ class LionAttention(Attention):
             raise ValueError(f"layout: scans {', '.join(c.scans)} need the orders of `grid_layout`")
         if rows.segment_index is not None:
             raise ValueError("segments: several scans need one image per row, without segments")
-        q, k = apply_feature_map(c.feature_map, q), apply_feature_map(c.feature_map, k)
+        q, k = apply_feature_map(c.feature_map, q), apply_feature_map(self.mixer.key_map or c.feature_map, k)
         settings = replace(
             settings,
             feature_map=None,
@@ -280,7 +282,7 @@ class LionAttention(Attention):
     ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         """Return the arguments of the operator, and the state of the decay after these tokens."""
         c, m, feature_map = self.config, self.mixer, self.config.feature_map
-        if self.decays and not self.decays[0].scans:  # such a decay may use or change the mapped keys
+        if m.key_map or (self.decays and not self.decays[0].scans):  # such a decay may use or change the mapped keys
             q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
             feature_map = None
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)

@@ -56,7 +56,8 @@ class KeyValueCache(NamedTuple):
         if end <= self.k.shape[2]:
             self.k[:, :, length:end], self.v[:, :, length:end] = k, v
             return KeyValueCache(self.k, self.v, valid)
-        k, v = (torch.cat([old[:, :, :length], new], 2) for old, new in ((self.k, k), (self.v, v)))
+        if length:  # an empty cache takes the dtype of the tokens, which autocast may have changed
+            k, v = (torch.cat([old[:, :, :length], new], 2) for old, new in ((self.k, k), (self.v, v)))
         return KeyValueCache(k, v, valid)
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

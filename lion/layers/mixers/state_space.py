@@ -83,7 +83,7 @@ class StateSpaceMixer(Mixer):
         return True
 
     def check_split(self, count: int) -> None:
-        """Split rows in every direction, by the states of the scans and the neighbours of the convolution."""
+        """Accept any number of processes: scans exchange their states, and the convolution its neighbours."""
 
     @property
     def causal(self) -> bool:
