@@ -12,6 +12,7 @@ from tools.store import digits
 CLAIM, QUESTION = "claim", "question"
 VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
 UNDECIDED, INCOMPLETE, NOT_RUN = "undecided", "incomplete", "not run"
+POINTS = "points"  # unit of differences of percentages
 
 
 class Comparison(NamedTuple):
@@ -21,7 +22,7 @@ class Comparison(NamedTuple):
         kind: `CLAIM` or `QUESTION`.
         pair: The rows, (better, worse).
         found: The difference, in favour of the first row; None: too few runs.
-        missing: `NOT_RUN` if a row has no runs, `INCOMPLETE` if it lacks some of its runs; else empty.
+        missing: `NOT_RUN` if a row has no runs, `INCOMPLETE` if it lacks some of its runs, or a second one; else empty.
         unit: Unit of the difference.
     """
 
@@ -58,11 +59,12 @@ def compare(
         noise: Model of the noise, a name of `tools.statistics.NOISES`.
         seeds: Number of runs of a complete row.
     """
-    unit, found = "points" if metric.percent else metric.title, []
+    unit, found = POINTS if metric.percent else metric.title, []
     for first, second in pairs:
         fewest = min(len(values.get(row, ())) for row in (first, second))
         missing = NOT_RUN if not fewest else INCOMPLETE if fewest < seeds else ""
         made = NOISES[noise](values, first, second) if fewest else None
+        missing = missing or ("" if made else INCOMPLETE)
         if made and not metric.higher_is_better:
             made = made._replace(mean=-made.mean)
         found.append(Comparison(kind, (first, second), made, missing, unit))
@@ -107,9 +109,17 @@ def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
     found = each.found
     if found is None:
         return [each.name, "-", "-", verdict, "-", "-"]
-    p = f"{found.p:.3f}" if found.p >= 0.001 else f"{found.p:.0e}"
-    row = [each.name, f"{round(found.mean, 2) + 0.0:+.2f} ± {found.half:.2f}", p, verdict]  # + 0.0: never -0.00
-    seeds = found.seeds(level)
-    if verdict != UNDECIDED or seeds is None:
+    mean = f"{round(found.mean, 2) + 0.0:+.2f}"  # + 0.0: never -0.00
+    if not found.error:
+        return [each.name, f"{mean}, without spread", "-", verdict, "-", "-"]
+    row = [each.name, f"{mean} ± {found.half:.2f}", chance(found.p), verdict]
+    if verdict != UNDECIDED:
         return [*row, "-", "-"]
-    return [*row, digits(found.smallest(level)), f"> {MOST}" if seeds > MOST else str(seeds)]
+    seeds, smallest = found.seeds(level), found.smallest(level)
+    visible = "none" if each.unit == POINTS and smallest > 100 else digits(smallest)
+    return [*row, visible, f"> {MOST}" if seeds > MOST else str(seeds)]
+
+
+def chance(p: float) -> str:
+    """Format a probability: three decimals, or its order of magnitude below 0.001."""
+    return f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"

@@ -29,16 +29,16 @@ MOST = 50  # seeds of a row that a report recommends at most
 
 RULE = """\
 Differences between rows are positive where the first row is better. The rule for verdicts: where runs of one seed are
-alike because they share the order of the data (text, digits), two rows are compared by the differences of runs of the
-same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate the noise; a
-difference is adjusted for the seeds where rows have different ones. Where some rows always solve a task and others by
-chance (recall, selective copying), each row has noise of its own (Welch's test). A claim is decided if both rows have
-all their runs and p is below {level:.0%} after Holm's correction for all claims and questions of the page; the
-intervals (95 %) and p are not corrected. Runs without any spread do not show their noise, and decide nothing. For an
-undecided claim, the last columns are the smallest difference that its runs would have shown with a probability of
-{power:.0%}, and the number of seeds that would show the difference that was found, both after the correction. Without
-other claims, three paired seeds show a difference of two standard deviations in {three:.0%} of all cases; {needed}
-seeds are needed for {power:.0%}."""
+alike because they share the order of the data (language models, digits), two rows are compared by the differences of
+runs of the same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate
+the noise; a difference is adjusted for the seeds where rows have different ones. Where some rows always solve a task
+and others by chance (recall, selective copying), each row has noise of its own (Welch's test). A claim is decided if
+both rows have all their runs and p is below {level:.0%} after Holm's correction for all claims and questions of the
+page; the intervals (95 %) and p are not corrected. Runs without any spread do not show their noise, and decide
+nothing. For an undecided claim, the last columns are the smallest difference that its runs would have shown with a
+probability of {power:.0%}, and the number of seeds that would show the difference that was found, both after the
+correction. Without other claims, three paired seeds show a difference of two standard deviations in {three:.0%} of
+all cases; {needed} seeds are needed for {power:.0%}."""
 
 Values = Mapping[str, Mapping[int, float]]  # by row and seed
 
@@ -164,17 +164,17 @@ def seen(shift: float, freedom: float, level: float = LEVEL) -> float:
     return float(stats.nct(freedom, shift).sf(stats.t(freedom).ppf(1 - level / 2)))
 
 
-def power(seeds: int, effect: float) -> float:
+def power(seeds: int, effect: float, level: float = LEVEL) -> float:
     """Return the probability that pairs of `seeds` runs show a true difference of `effect` deviations of a pair."""
-    return seen(effect * math.sqrt(seeds), seeds - 1) if seeds > 1 else 0.0
+    return seen(effect * math.sqrt(seeds), seeds - 1, level) if seeds > 1 else 0.0
 
 
-def seeds_needed(effect: float) -> int | None:
+def seeds_needed(effect: float, level: float = LEVEL) -> int | None:
     """Return the number of seeds that show a true difference of `effect` deviations of a pair in `POWER` of all cases.
 
     `MOST` + 1 stands for all larger numbers.
     """
-    return Difference(effect, 1 / math.sqrt(2), 1, 2).seeds()
+    return Difference(effect, 1 / math.sqrt(2), 1, 2).seeds(level)
 
 
 RULE = RULE.format(level=LEVEL, power=POWER, three=power(3, 2), needed=seeds_needed(2))

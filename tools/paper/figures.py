@@ -43,7 +43,7 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             continue
         if part.table.state:
             plots[part.name] = (7, 4), partial(states, part=part)
-        elif part.table.more and all("x" in name for name in shapes_of(part.results)):
+        elif part.table.more and (shapes := shapes_of(part.results)) and all("x" in name for name in shapes):
             plots[part.name] = (9, 4.6), partial(sizes, part=part)
         else:
             plots[part.name] = (9, 1.4 + 0.28 * rows), partial(ends, part=part)

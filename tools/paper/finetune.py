@@ -71,9 +71,10 @@ def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cel
 
 def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
     """Return the runs with the first seed of the best rows; none before all runs of the table are finished."""
-    values = {row: found for row, found in results_of(table, every, store).values.items() if found}
-    if not every or sum(map(len, values.values())) < len(every):
+    results = results_of(table, every, store)
+    if not every or results.made < len(every):
         return []
+    values = {row: found for row, found in results.values.items() if found}
     sign = 1 if table.metric(every).higher_is_better else -1
     names = sorted(values, key=lambda row: -sign * statistics.mean(values[row].values()))[: table.glue.best]
     return [cell for cell in every if cell.seed == 0 and cell.row in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -28,34 +29,57 @@ from tools.claims import (
 from tools.glue.scores import Scores, scores_table
 from tools.paper.results import Results, results_of
 from tools.paper.tables import SCALES, Cell, Table, cells
-from tools.statistics import RULE, Values, interval
+from tools.statistics import POWER, RULE, Values, interval, power, seeds_needed
 from tools.store import Row, Store, digits, pipes
 
 # columns of text
-TEXT = ("row", "claim", "question", "verdict", "note", "table", "model", "fine-tuned as", "answers")
-HEADINGS = {CLAIM: "Claims of the papers", QUESTION: "Questions of our own, and on which the papers disagree"}
+TEXT = ("row", "claim", "question", "verdict", "note", "table", "data", "model", "fine-tuned as", "answers")
+HEADINGS = {CLAIM: "Claims of the papers", QUESTION: "Questions: our controls, and what the papers disagree on"}
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
+A claim is a pair of rows that a paper prints in one order, in all columns and tables in which both stand: a row of the
+paper against a baseline, against another row of the same model, or in a sentence of the text. A question is a pair
+of which one row is a control of ours, or which the papers print in opposite orders; each is listed once, also where
+several tables ask it, and not where a claim has the same runs. "Paper" is the difference of the paper's values in the
+first column that has both rows. "Parameters" is the first row's number divided by the second's.
+
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), or [lowest, highest] where that
-interval would leave 0 to 100 %, and in brackets the number of seeds. The papers' columns are as printed. A table shows
-all seeds that its rows have, also those that another table asks for.
+interval would go beyond 0 or 100 %, and in brackets the number of seeds. The papers' columns are as printed. A table
+shows all seeds that its rows have, also those that another table asks for. All rows of a table share one learning rate
+unless its text says otherwise; it was not searched for each row.
 
 {RULE}
+"""
+HISTORY = """\
+The rule was written before the runs. It and the tables were changed on these occasions:
 
-History of the rule and of the tables. The rule was written before the runs, and changed on three occasions.
-2026-11-24, after 38 runs: Holm's correction counts claims without runs, and the noise of unpaired differences is
-estimated by all tables with the same frame (recipe, budget, data) in place of one table. 2026-11-25, after 220 runs: a
-comparison that stands in several tables counts once in the correction. 2026-11-25, after 253 runs: rows of recall and
-selective copying have noise of their own, which took back five verdicts; verdicts wait for all runs of both rows; and
-the tables of masked language models, of which no two rows had two runs, estimate their noise by the frame, because
-three pairs of runs are hardly ever enough after the correction. Seeds were added after results were seen: Shakespeare
-and `recall-start` have five in place of three. After first runs, recall was made easier (which changed all its rows),
-and `recall-start`, the temperatures and `readout-cifar10` were added as questions.
+- 2026-11-24, after 38 runs: Holm's correction counts claims without runs, and the noise of unpaired differences is
+  estimated by all tables with the same frame (recipe, budget, data) in place of one table.
+- 2026-11-25, after 220 runs: a comparison that stands in several tables counts once in the correction.
+- 2026-11-25, after 253 runs: rows of recall and selective copying have noise of their own, which took back five
+  verdicts; verdicts wait for all runs of both rows; the tables of masked language models, in which no two rows had two
+  runs, estimate their noise by the frame. Two claims of Table 2, Lion-D and Lion-S with several scans against Hydra, of
+  which one was contradicted, became questions, because small and base models have opposite orders; Lion-D with several
+  scans against softmax, which has opposite orders too, remained a claim.
+- 2026-11-26, after 291 runs: runs without any spread decide nothing.
+- 2026-11-27, after 381 runs: what a claim is was written down, and claims and questions were filed again. Table 16 has
+  its rows without positions, as in the paper; before, its claims were judged with positions. Its rows on recall, Lion-D
+  with several scans against softmax (Table 2) and row [5] of Table 6 are questions; Vim against Hydra and Lion-D with
+  several scans, softmax against Lion-lit and Lion-D, [6] against [7] and Lion-S against [5] and [7] of Table 14 are
+  claims. Masked language models are compared by pairs again, because their noise differs from row to row; this took
+  back five answers.
 
+Seeds were added after results were seen: Shakespeare and `recall-start` have five in place of three, and rows that
+stand in several tables have the seeds of all of them. After first runs, recall was made easier (which changed all its
+rows), and `recall-start`, the temperatures and `readout-cifar10` were added as questions."""
+HOW = """\
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
 A row is bound to its runs by a hash of all settings that are not default. Where the runs of a table have several data
 sets, those on the most frequent one count.
 `./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
+
+
+SOLVED = 99  # percent
 
 
 class Part(NamedTuple):
@@ -136,19 +160,48 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
     compared = {id(part): comparisons(part, parts) for part in parts}
     every = [each for part in parts for each in compared[id(part)]]
     counted = [(part, each) for part in parts if part.scale == "mini" or part.has_runs for each in compared[id(part)]]
-    words, level = verdicts([each for _, each in counted], [part.runs_of(each) for part, each in counted])
+    marks = [part.runs_of(each) for part, each in counted]
+    words, level = verdicts([each for _, each in counted], marks)
     judged = {**dict.fromkeys(map(id, every), NOT_RUN), **{id(each): word for (_, each), word in zip(counted, words)}}
     judge = Judge(judged, level)
-    text = ["# The papers' tables, run again", "Written by `./run.sh paper`; raw results of every run: `paper.json`."]
+    text = ["# The papers' tables, run again", opening(parts)]
+    claimed = {mark for (_, each), mark in zip(counted, marks) if each.kind == CLAIM}
     for kind, heading in HEADINGS.items():
-        text += [f"## {heading}", overview(kind, parts, compared, judge)]
-    text += ["## How to read this page", LEGEND, "## Runs", summary(parts, compared, judged, store)]
+        own = [(part, each) for part, each in counted if each.kind == kind]
+        text += [f"## {heading}", overview(kind, own, judge, claimed)]
+    if elsewhere := sum(each.kind == CLAIM for each in every) - sum(each.kind == CLAIM for _, each in counted):
+        text.insert(4, f"{elsewhere} further claims need runs at the papers' scale, of which there are none yet.")
+    text += ["## How to read this page", LEGEND.rstrip(), correction(len(set(marks)), level), HOW]
+    text += ["## History of the rule and of the tables", HISTORY, "## Runs", summary(parts, compared, judged, store)]
     for part in parts:
         text += section(part, compared[id(part)], judge)
         if part.name in figures:
             text.append(f"![{part.name}]({figures[part.name]})")
     text += ["## Figures of the papers", figure_table(figures)]
     return "\n\n".join(text) + "\n"
+
+
+def opening(parts: Sequence[Part]) -> str:
+    """Return the first sentences of the page: the size of the runs, and their data."""
+    runs = [row for part in parts if part.scale == "mini" for own in part.results.runs.values() for row in own.values()]
+    sizes = [row["parameters"] for row in runs]
+    least, most = (f"{x / 1e6:.1f}" for x in (min(sizes, default=0), max(sizes, default=0)))
+    return (
+        f"Small runs, of {least} to {most} million parameters on small data sets, in place of the papers': they test\n"
+        "the orders of the papers' rows, and not their values. Written by `./run.sh paper`; raw results of every\n"
+        "run: `paper.json`."
+    )
+
+
+def correction(count: int, level: float) -> str:
+    """Return the sentences about the number of comparisons and the power that their correction leaves."""
+    three, five = (f"{power(n, 2, level):.1%}" for n in (3, 5))
+    return (
+        f"The page counts {count} different comparisons, and a further one would need p < {level:.0e}. With that\n"
+        f"limit, three paired seeds show a difference of two standard deviations in {three} of all cases, five in\n"
+        f"{five}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables of three pairs decide larger\n"
+        "differences alone. Where a whole frame estimates the noise, three seeds show more."
+    )
 
 
 class Judge(NamedTuple):
@@ -158,22 +211,62 @@ class Judge(NamedTuple):
     level: float
 
 
-def overview(kind: str, parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judge: Judge) -> str:
-    """Return a table of the claims that have all their runs, or of the questions that are decided, and their counts."""
-    own = [(part, each) for part in parts for each in compared[id(part)] if each.kind == kind]
-    words = [judge.words[id(each)] for _, each in own]
-    names = (*VERDICTS[kind], UNDECIDED, INCOMPLETE, NOT_RUN)
-    counts = ", ".join(f"{words.count(word)} {word}" for word in names)
-    rows = []
-    for (part, each), word in zip(own, words):
-        if word in (NOT_RUN, INCOMPLETE) or (kind == QUESTION and word == UNDECIDED):
-            continue
-        (_, difference, p, _, _, seeds) = row_of(each, word, judge.level)
-        rows.append(
-            [each.name, part.name, f"{difference} {each.unit}", p, word, seeds, part.table.notes.get(each.name, "")]
-        )
-    header = [kind, "table", "difference", "p", "verdict", "seeds needed", "note"]
-    return f"Of {len(own)}: {counts}.\n\n{pipes(header, rows, text=TEXT)}"
+def overview(kind: str, own: Sequence[tuple[Part, Comparison]], judge: Judge, claimed: set[tuple[Any, ...]]) -> str:
+    """Return a table of the claims that have all their runs, or of the questions that are decided, and their counts.
+
+    Questions whose runs are those of claims (`claimed`) are left out.
+    """
+    once: dict[tuple[Any, ...], list[tuple[Part, Comparison]]] = {}
+    for part, each in own:
+        mark = part.runs_of(each)
+        if kind == CLAIM or mark not in claimed:
+            once.setdefault((*mark, each.name) if kind == CLAIM else mark, []).append((part, each))
+    # a pair may have all runs that one of its tables asks for, and lack those of another
+    order = (*reversed(VERDICTS[kind]), UNDECIDED, INCOMPLETE, NOT_RUN)
+    best = [min(group, key=lambda item: order.index(judge.words[id(item[1])])) for group in once.values()]
+    words = [judge.words[id(each)] for _, each in best]
+    counts = ", ".join(f"{words.count(word)} {word}" for word in order)
+    shown = order[: 3 if kind == CLAIM else 2]
+    rows = [
+        overview_row(part, each, word, judge.level, [other for other, _ in group])
+        for wanted in shown
+        for (part, each), word, group in zip(best, words, once.values())
+        if word == wanted
+    ]
+    header = [kind, "table", "data", "here", "paper", "p", "verdict", "smallest visible", "parameters", "note"]
+    return f"Of {len(best)}: {counts}.\n\n{pipes(header, rows, text=TEXT)}"
+
+
+def overview_row(part: Part, each: Comparison, word: str, level: float, tables: Sequence[Part]) -> list[str]:
+    name, difference, p, verdict, smallest, _ = row_of(each, word, level)
+    places = dict.fromkeys(
+        other.table.title.partition(":")[0] if other.table.columns else other.name for other in tables
+    )
+    sizes = [next(iter(part.results.runs[row].values()))["parameters"] for row in each.pair]
+    return [
+        name,
+        "; ".join(places),
+        part.cells[0].recipe.data.name,
+        f"{difference} {each.unit}",
+        printed(part, each.pair),
+        p,
+        verdict,
+        smallest,
+        f"{sizes[0] / sizes[1]:.2f}",
+        part.table.notes.get(each.name, ""),
+    ]
+
+
+def printed(part: Part, pair: tuple[str, str]) -> str:
+    """Return the difference of two rows in the paper, positive where the first row is better; "-" if it has none."""
+    for column in part.table.columns:
+        found = [
+            re.match(r"[\d.]+", str(part.table.rows[row].published.get(column, "")).replace("×", "")) for row in pair
+        ]
+        if all(found):
+            first, second = (float(number[0]) for number in found)
+            return f"{(first - second) * (1 if part.metric.higher_is_better else -1):+.2f}"
+    return "-"
 
 
 def figure_table(figures: Mapping[str, str]) -> str:
@@ -195,6 +288,7 @@ def summary(
     """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
     words = (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN)
     rows, total = [], sum(hours(row) for row in store.rows.values())
+    changed = sum(bool(row["changed"]) for row in store.rows.values())
     for part in parts:
         claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
         yes, no = map(questions.count, VERDICTS[QUESTION])
@@ -205,8 +299,10 @@ def summary(
     text = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
         f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours left are the missing runs times\n"
-        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run --save`.\n"
-        "Hours are those of training; runs stored before 2026-11-25 include evaluation and interruptions."
+        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run --save`; tables\n"
+        "that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25 include\n"
+        f"evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees with changes that\n"
+        'their commits do not have ("+" below the tables).'
     )
 
 
@@ -239,7 +335,8 @@ def section(part: Part, compared: Sequence[Comparison], judge: Judge) -> list[st
     text = [f"## {table.title} ({part.scale})", table.text.strip()]
     text.append(facts(part))
     shapes = shapes_of(results) if table.more or table.lengths else []
-    header = ["row", *table.columns, f"{results.split} {metric.heading}".strip(), *shapes, "parameters"]
+    solved = ["solved"] if solvable(part) else []
+    header = ["row", *table.columns, f"{results.split} {metric.heading}".strip(), *solved, *shapes, "parameters"]
     text.append(pipes(header, [row_text(part, name, shapes) for name in table.rows], text=TEXT))
     for kind in VERDICTS:
         header, rows = table_of(kind, [(each, judge.words[id(each)]) for each in compared], judge.level)
@@ -298,13 +395,20 @@ def row_text(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
     """Return a row of a table: published values, ours, those on further held-out sets, and the parameters."""
     results, metric = part.results, part.metric
     published = [str(part.table.rows[name].published.get(column, "-")) for column in part.table.columns]
-    runs = list(results.runs[name].values())
+    runs, values = list(results.runs[name].values()), list(results.values[name].values())
+    if called := part.table.rows[name].called:
+        name = f"{name} ({called})"
+    count = [f"{sum(x >= SOLVED for x in values)} of {len(values)}"] if solvable(part) else []
     if not runs:
-        return [name, *published, NOT_RUN, *("-" for _ in shapes), "-"]
+        return [name, *published, NOT_RUN, *("-" for _ in (*count, *shapes)), "-"]
     further = [[metric.scaled(run["more"][s][metric.name]) for run in runs if s in run["more"]] for s in shapes]
     more = [spread(metric, values, count=len(values) < len(runs)) for values in further]
-    own = spread(metric, list(results.values[name].values()), count=True)
-    return [name, *published, own, *more, f"{runs[0]['parameters']:,}"]
+    return [name, *published, spread(metric, values, count=True), *count, *more, f"{runs[0]['parameters']:,}"]
+
+
+def solvable(part: Part) -> bool:
+    """Return whether runs of a table either solve their task or do not."""
+    return part.table.noise == "own" and part.metric.percent
 
 
 def bounds(metric: Metric, values: Sequence[float]) -> tuple[float, float]:

@@ -38,12 +38,14 @@ class Row:
         set: Overrides of the runs at scale `mini`, by key; None: not run at that scale. The value `run of ROW` is the
             run of another row with the same seed, which is trained first.
         glue: Fine-tuning recipes of the row in place of those of the table.
+        called: Name of the row in the paper, if it says more.
     """
 
     published: dict = field(default_factory=dict)
     recipe: str = ""
     set: dict | None = field(default_factory=dict)
     glue: tuple[str, ...] = ()
+    called: str = ""
 
 
 @dataclass
@@ -115,8 +117,8 @@ class Table:
         distance: Images that every run at scale `mini` generates, to compare their distances from real ones in place of
             the metric of the task.
         glue: Fine-tuning of the runs; None: no fine-tuning.
-        claims: Pairs of rows (better, worse), as claimed by the paper.
-        open: Pairs of rows to compare, about which the paper makes no claim, or claims of opposite orders.
+        claims: Pairs of rows (better, worse) whose values the paper prints in this order in all columns and tables.
+        open: Pairs of rows to compare, of which one is not in the paper, or which it prints in opposite orders.
         notes: What else differs between the rows of a claim, by claim: "better > worse".
         published_seeds: Number of seeds at scale `published`.
         judged: Whether the metric of the runs at scale `published` is that of the claims.

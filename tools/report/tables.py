@@ -73,7 +73,8 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
     noise, found = noise_of(next(iter(groups.values()))[0]), []
     for kind, pairs in ((CLAIM, about.claims), (QUESTION, about.open)):
         named = [(a + end, b + end) for a, b in pairs for end in endings(a, shown)]
-        there = dict.fromkeys(pair for pair in named if all(shown.get(name) for name in pair))
+        judged = {each.pair for each in found}  # a question of one table may be a claim by its ending
+        there = dict.fromkeys(pair for pair in named if pair not in judged and all(shown.get(name) for name in pair))
         found += compare(kind, there, shown, metric, noise=noise)
     return found
 
