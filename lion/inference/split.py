@@ -60,7 +60,7 @@ def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain
     layout = Layout.after(x, position, valid)
     x = model.embedded(x, layout)
     for number, stage in enumerate(model.encoder.stages):
-        x, state = stage.step(x, chain.receive(number), None, valid)
+        x, state = stage.step(x, chain.receive(number), valid=valid)
         chain.send(number, state)
     x, last = model.encoder.norm(x, Layout.of(x, valid)), chain.receive(-1)
     chain.send(-1, torch.where(real.any(1, keepdim=True), last_valid(x, real), last))

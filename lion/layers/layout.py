@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lion.ops import Part, SegmentIndex, check_masks, segment_index
+from lion.ops.segments import segment_starts
 
 
 class Layout(NamedTuple):
@@ -106,7 +107,7 @@ class Layout(NamedTuple):
         index, valid = segment_index(valid, segments)
         positions = valid.cumsum(1) - 1
         if index is not None:  # positions restart in each segment
-            first = index.diff(dim=1, prepend=index[:, :1] - 1) > 0
+            first = segment_starts(index, first=True)
             positions = positions - positions.masked_fill(~first, 0).cummax(1).values
         return self._replace(valid=valid, segment_index=index, positions=positions)
 

@@ -88,7 +88,9 @@ class TPE(nn.Module):
         self.check_causal()
         return self.on_line(layout.clean(x), layout, state=True)
 
-    def step(self, x: Tensor, state: Tensor, context: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, x: Tensor, state: Tensor, *, context: Any = None, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         self.check_causal()
         x, outputs = Layout.of(x, valid).clean(x), []
         with no_autocast(x):

@@ -205,7 +205,7 @@ class Encoder(nn.Module):
         return self.norm(x, layout), states
 
     def step(
-        self, x: Tensor, states: list[Any], context: Any = None, valid: Tensor | None = None
+        self, x: Tensor, states: list[Any], *, context: Any = None, valid: Tensor | None = None
     ) -> tuple[Tensor, list[Any]]:
         """Return the output of `forward` for the next tokens x (B, C, dim), and the states after them.
 
@@ -213,7 +213,7 @@ class Encoder(nn.Module):
         """
         new = []
         for stage, state in zip(self.stages, states):
-            x, state = stage.step(x, state, context, valid)
+            x, state = stage.step(x, state, context=context, valid=valid)
             new.append(state)
         return self.norm(x, Layout.of(x, valid)), new
 

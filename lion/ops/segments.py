@@ -62,6 +62,14 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     return SegmentIndex(starts.cumsum(1), valid)
 
 
+def segment_starts(index: Tensor, first: bool = False) -> Tensor:
+    """Return a mask (.., L) of the tokens that follow one of another segment; `first`: is the first token one of them?
+
+    `index` (.., L) holds numbers of segments, in either order.
+    """
+    return F.pad(index[..., 1:] != index[..., :-1], (1, 0), value=first)
+
+
 def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | None) -> SegmentIndex:
     """Return the masks of tokens q (B, H, L, D); prepared masks are returned unchanged."""
     if isinstance(segments, SegmentIndex):

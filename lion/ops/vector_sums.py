@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lion.ops.decay import bounded, least_log_decay, log_zero
+from lion.ops.segments import segment_starts
 from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later
 from lion.ops.vector_scores import fold_both, pad
@@ -41,8 +42,7 @@ def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) ->
     """Return the decayed sum of the keys (B, H, .., L, D) before each token, within its segment (B, .., L)."""
     if segment_index is None:
         return shift_later(_Scan.apply(k, log_decay), 1)
-    first = segment_index.diff(dim=-1, prepend=segment_index[..., :1]) != 0
-    first = first[:, None, ..., None]
+    first = segment_starts(segment_index)[:, None, ..., None]
     return shift_later(_Scan.apply(k, log_decay.masked_fill(first, log_zero(log_decay.dtype))), 1).masked_fill(first, 0)
 
 

@@ -19,7 +19,7 @@ from lion.layers.mixers import (
 from lion.layers.mixers.base import forms_of, set_form
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.fox import FOX
-from lion.layers.mixers.hippo import HippoConfig
+from lion.layers.mixers.hippo import HippoAttention, HippoConfig
 from lion.layers.mixers.performer import PerformerAttention
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.ops import Gates
@@ -465,6 +465,13 @@ def test_widths_are_whole_numbers():
 def test_a_module_without_mixers_has_no_form():
     with pytest.raises(ValueError, match="model: Linear has no mixers of lion"):
         set_form(torch.nn.Linear(2, 2), "rnn")
+
+
+def test_a_class_with_one_mixer_needs_no_name():
+    assert type(LionAttention(12, 3)) is LionAttention and LionAttention(12, 3).mixer is LINEAR["lion_s"]
+    assert PerformerAttention(12, 3).mixer is LINEAR["performer"]
+    with pytest.raises(ValueError, match=r"^mixer: HippoAttention needs one of lion_d_hippo, lion_s_hippo$"):
+        HippoAttention(12, 3)
 
 
 def test_classes_refuse_mixers_of_other_classes():

@@ -160,7 +160,7 @@ class Block(nn.Module):
         mixed, state = self.attention.prefill(self.before(x, layout, context), layout)
         return self.after(x, mixed, layout, context), state
 
-    def step(self, x: Tensor, state: Any, context: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, *, context: Any = None, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         layout = Layout.of(x, valid)
         x = layout.clean(x)
         mixed, state = self.attention.step(self.before(x, layout, context), state, valid)

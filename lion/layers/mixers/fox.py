@@ -72,9 +72,8 @@ class ForgettingAttention(SoftmaxAttention):
         gates = self.decay(x, k, layout).log_decay
         return gates if layout.valid is None else gates.masked_fill(~layout.valid[:, None], 0)
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        gates = self.log_gates(x, k, layout)
-        return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v, gates)
+    def mix_mapped(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        return by_heads(self.mix_rows, layout, q, k, v, self.log_gates(x, k, layout))
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, layout: Layout) -> Tensor:
         direction = self.config.direction

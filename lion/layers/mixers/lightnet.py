@@ -23,6 +23,7 @@ from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.ops import Gates, log_sum_outside, logcumsumexp, one_scan_attention, split_one_scan_attention
+from lion.ops.segments import segment_starts
 
 
 @dataclass
@@ -93,8 +94,7 @@ class KeySoftmax(Decay):
             total = logcumsumexp(torch.cat([before[:, :, None], kept], 2), number)
             earlier, total = total[:, :, :-1], total[:, :, 1:]
         if index is not None:
-            first = index.diff(dim=1, prepend=index[:, :1]) != 0
-            earlier = earlier.masked_fill(first[:, None, :, None], -torch.inf)
+            earlier = earlier.masked_fill(segment_starts(index)[:, None, :, None], -torch.inf)
         share, log_decay = (logits - total).clamp_max(0).exp(), earlier - total
         if invalid is not None:
             share, log_decay = share.masked_fill(invalid, 0), log_decay.masked_fill(invalid, 0)

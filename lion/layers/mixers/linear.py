@@ -37,6 +37,8 @@ from lion.ops import (
 )
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
+USUAL = "lion_s"
+
 
 @dataclass(frozen=True)
 class LinearMixer:
@@ -83,6 +85,18 @@ def linear_mixers() -> dict[str, LinearMixer]:
     return {name: entry.fields for name, entry in MIXERS.items() if isinstance(entry.fields, LinearMixer)}
 
 
+def usual_mixer(kind: type) -> str:
+    """Return the mixer of a class of layers: its only one, or `USUAL`.
+
+    Raises:
+        ValueError: The class has several other mixers.
+    """
+    names = [name for name, entry in MIXERS.items() if entry.layer is kind] or [USUAL]
+    if USUAL in names or len(names) == 1:
+        return USUAL if USUAL in names else names[0]
+    raise ValueError(f"mixer: {kind.__name__} needs one of {', '.join(names)}")
+
+
 @state_type
 class LinearState(NamedTuple):
     """The state of a causal layer.
@@ -112,7 +126,7 @@ class LionAttention(Attention):
             "lion_d", "lion_s" (LION), "lion_s_vector" (a decay for each key dimension), "lion_d_hippo",
             "lion_s_hippo" (long sequences), "linear_transformer", "performer", "retnet", "gated_rfa", "mamba2",
             "mamba", "rwkv6", "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7",
-            "deltaproduct", "lightnet".
+            "deltaproduct", "lightnet". None: "lion_s", or the mixer of a class that has only one.
         config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
@@ -132,15 +146,15 @@ class LionAttention(Attention):
 
     forms = FORMS
 
-    def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str = "lion_s", *_: Any, **__: Any) -> LionAttention:
+    def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str | None = None, *_: Any, **__: Any) -> LionAttention:
         """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
         layer = MIXERS[mixer].layer if mixer in MIXERS else cls
         return super().__new__(layer if issubclass(layer, cls) else cls)
 
     def __init__(
-        self, dim: int, num_heads: int, mixer: str = "lion_s", config: AttentionConfig | None = None, **settings
+        self, dim: int, num_heads: int, mixer: str | None = None, config: AttentionConfig | None = None, **settings
     ) -> None:
-        linear = linear_mixers()
+        linear, mixer = linear_mixers(), usual_mixer(type(self)) if mixer is None else mixer
         if mixer not in linear:
             other = f"use lion.make_mixer({mixer!r}, ..)" if mixer in MIXERS else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")

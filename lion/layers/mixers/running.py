@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lion.ops import Part
+from lion.ops.segments import segment_starts
 
 
 def running_maximum(
@@ -34,7 +35,7 @@ def running_maximum(
     if segment_index is None:
         m = total + level.cummax(-1).values
         return m, torch.cat([start[..., None], m[..., :-1]], -1), m[..., -1].clone()
-    first = segment_index.diff(dim=1, prepend=segment_index[:, :1]) != 0
+    first = segment_starts(segment_index)
     apart = first.cumsum(1)[:, None] * (level.amax(-1, keepdim=True) - level.amin(-1, keepdim=True) + 1)
     m = total + (level + apart).cummax(-1).values - apart
     earlier = torch.cat([start[..., None], m[..., :-1]], -1).masked_fill(first[:, None], 0)

@@ -119,7 +119,11 @@ class SoftmaxAttention(Attention):
         return layout.with_pairs(self.config.direction)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        return by_heads(self.mix_rows, layout, *self.map_and_rotate(x, q, k, layout), v)
+        return self.mix_mapped(x, *self.map_and_rotate(x, q, k, layout), v, layout)
+
+    def mix_mapped(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Mix tokens whose queries and keys are mapped and rotated."""
+        return by_heads(self.mix_rows, layout, q, k, v)
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
@@ -148,8 +152,8 @@ class SoftmaxAttention(Attention):
         read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if layout.valid is None else layout.valid
         if layout.segment_index is not None:
             read = layout.in_last_segment()
-        cache = KeyValueCache(self.map_and_rotate(x, q, k, layout)[1], v, read)
-        return self.mix(x, q, k, v, layout), cache
+        q, k = self.map_and_rotate(x, q, k, layout)
+        return self.mix_mapped(x, q, k, v, layout), KeyValueCache(k, v, read)
 
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache, valid: Tensor | None

@@ -31,6 +31,7 @@ from lion.layers.optim_factors import OptimFactors
 from lion.ops import Part, no_autocast
 from lion.ops.decay import scan_directions
 from lion.ops.modes import transforms_active
+from lion.ops.segments import segment_starts
 from lion.ops.selective_scan import selective_scan
 from lion.ops.split_selective_scan import entering_states
 from lion.ops.tokens import flip
@@ -109,7 +110,7 @@ class Side(nn.Module):
         index, start = layout.segment_index, None
         if index is not None:
             index = flip(index, 1, self.reverse)
-            start = index != torch.cat([index[:, :1], index[:, :-1]], 1)
+            start = segment_starts(index)
         return Selection(v, dt, B, C, start)
 
     def rates(self, dtype: torch.dtype) -> Tensor:
