@@ -117,7 +117,7 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     """
     if not is_static(length):
         count = round_up(length, chunk_size) // chunk_size
-        return chunk_size, count + int(exporting())  # at least two, else the graph would hold for one chunk alone
+        return chunk_size, count + int(exporting())  # at least two: with one, the graph would hold for one alone
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)

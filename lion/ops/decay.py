@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.inductor import materialized
+from lion.ops.inductor import joined_differences, materialized
 from lion.ops.modes import is_static, reuses_memory
 
 DECAY_CONVENTIONS = ("source", "target", "symmetric", "between")
@@ -284,7 +284,10 @@ def decay_mask(
     if len(directions) == 1:
         earlier = j > i if directions[0].reverse else j < i
         return decay(*pairs[0], earlier | (i == j) if include_diagonal else earlier)
-    log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
+    if len(pairs[0][0].terms) == 1:
+        log_mask = joined_differences(i >= j, *(c.terms[0] for pair in pairs for c in pair))
+    else:
+        log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
     return exp_where(at_most_0(log_mask), same_segment(*pairs[0]), None if include_diagonal else i != j)
 
 

@@ -48,6 +48,17 @@ def outer_sum(k: Tensor, v: Tensor) -> Tensor:
     return _OuterSum.apply(k, v) if hinting_for_gpu(k) else k.mT @ v
 
 
+def joined_differences(first: Tensor, q: Tensor, k: Tensor, q_other: Tensor, k_other: Tensor) -> Tensor:
+    """Return `q - k` (.., L, L', D) where `first` is True, and elsewhere `q_other - k_other`.
+
+    Queries are (.., L, 1, D) and keys (.., 1, L', D). On a GPU, the gradient of the pairs is stored in bfloat16 for the
+    sums over queries, which another kernel computes; the sums over keys are computed from float32.
+    """
+    if hinting_for_gpu(q):
+        return _JoinedDifferences.apply(first, q, k, q_other, k_other)
+    return torch.where(first, q - k, q_other - k_other)
+
+
 def in_memory(t: Tensor) -> Tensor:
     t = t.contiguous()
     return t.as_strided(t.shape, t.stride())  # Inductor does not see through this view
@@ -71,6 +82,22 @@ class _GradientInMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         return in_memory(gradient)
+
+
+class _JoinedDifferences(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, first: Tensor, q: Tensor, k: Tensor, q_other: Tensor, k_other: Tensor) -> Tensor:
+        ctx.save_for_backward(first)
+        ctx.shapes = [x.shape for x in (q, k, q_other, k_other)]
+        return torch.where(first, q - k, q_other - k_other)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (first,) = ctx.saved_tensors
+        narrow = in_memory(gradient.to(torch.bfloat16)).to(gradient.dtype)
+        parts = [(gradient, 1), (narrow, -1)]
+        own, other = ([sign * x.where(where, 0) for x, sign in parts] for where in (first, ~first))
+        return None, *(x.sum_to_size(shape) for x, shape in zip((*own, *other), ctx.shapes))
 
 
 class _InnerProducts(torch.autograd.Function):

@@ -26,8 +26,8 @@ VERSIONS = ("2.14", "2.15")  # of torch, with equal counts where both were seen
 BUDGETS = {
     ("lion_lit", "full", 197): (6, 8, 26.5),
     ("lion_lit", "full", 1024): (6, 8, 25.0),
-    ("lion_d", "full", 197): (9, 15, 73.5),
-    ("lion_s", "full", 197): (9, 14, 80.5),
+    ("lion_d", "full", 197): (9, 15, 72.0),
+    ("lion_s", "full", 197): (9, 14, 74.5),
     ("lion_lit", "chunk", 1024): (22, 25, 100.5),
     ("lion_s", "chunk", 1024): (24, 38, 115.0),
     ("gated_deltanet", "chunk", 1024): (21, 23, 231.0),

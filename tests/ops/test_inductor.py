@@ -50,3 +50,23 @@ def test_a_gradient_in_memory_is_the_same_gradient():
     compiled = torch.compile(lambda x: inductor.with_gradient_in_memory(x).sin(), backend="aot_eager", fullgraph=True)
     (gradient,) = torch.autograd.grad(compiled(x).sum(), [x])
     assert_close(gradient, x.cos(), 1e-12)
+
+
+def test_differences_have_their_gradients_up_to_a_rounding():
+    """Check two triangles of pairs: sums over keys are exact, those over queries are of numbers in bfloat16."""
+    q, k, q_other, k_other = (
+        torch.randn(2, 5, *size, 1, dtype=torch.float64, requires_grad=True) for size in ((6, 1), (1, 7)) * 2
+    )
+    first = torch.arange(6)[:, None, None] >= torch.arange(7)[:, None]
+    given, weights = (first, q, k, q_other, k_other), torch.randn(2, 5, 6, 7, 1, dtype=torch.float64)
+    results = []
+    for run in (torch.compile(inductor.joined_differences, backend="aot_eager", fullgraph=True), plain_differences):
+        y = run(*given)
+        results.append([y, *torch.autograd.grad((y * weights).sum(), given[1:])])
+    for got, want, tolerance in zip(*results, (0, 1e-12, 2**-8, 1e-12, 2**-8)):
+        assert_close(got, want, tolerance or 1e-15)
+        assert tolerance != 2**-8 or (got != want).any()
+
+
+def plain_differences(first, q, k, q_other, k_other):
+    return torch.where(first, q - k, q_other - k_other)
