@@ -289,6 +289,47 @@ def test_a_difference_of_nothing_has_no_sign():
     assert found.mean < 0 and claims.row_of(compared, "undecided")[1] == "+0.00 ± 0.00"
 
 
+def test_a_difference_without_spread_has_no_probability():
+    found = ours.paired({"a": {0: 3.0, 1: 4.0}, "b": {0: 1.0, 1: 2.0}}, "a", "b")
+    row = claims.row_of(claims.Comparison("claim", ("a", "b"), found, "", "points"), "undecided")
+    assert row == ["a > b", "+2.00, without spread", "-", "undecided", "-", "-"]
+
+
+def test_single_runs_decide_nothing_and_are_incomplete(tmp_path):
+    made = table(mini={"recipe": "cifar10_mini", "seeds": 1}, claims=[["a", "b"]])
+    assert verdict_of(tmp_path, {"a": {0: 0.7}, "b": {0: 0.5}}, made) == "incomplete"
+
+
+def test_the_overview_begins_with_contradictions_beside_the_papers_difference(tmp_path):
+    """Check the order, the sign of perplexities of a paper, and a question whose runs are those of a claim."""
+    rows = {
+        "a": tables.Row(published={"top-1": "70.5", "time": "×1"}, called="Transformer"),
+        "b": tables.Row(published={"top-1": "71.0 ± 0.2"}, set={"model.mixer": "lion_d"}),
+        "c": tables.Row(published={"top-1": "fails"}, set={"model.mixer": "lion_lit"}),
+    }
+    values = CLOSE | {"c": dict(enumerate([0.2, 0.21, 0.22]))}
+    pairs = [["a", "b"], ["c", "a"]]
+    made = table(rows=rows, noise="pairs", columns=["top-1", "time"], claims=pairs, title="LION, Table 99: x")
+    asked = table(rows=rows, noise="pairs", columns=["top-1", "time"], open=[["b", "a"], ["b", "c"]], title="Own")
+    text = page.markdown({"t": made, "u": asked}, filled(tmp_path, made, values), {})
+    found, questions = (part.partition("\n## ")[0] for part in text.split("\n## ")[1:3])
+    lines = [line for line in found.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in lines] == ["| c > a", "| a > b"]
+    assert lines[1].split(" | ")[1:5] == ["LION, Table 99", "digits", "+3.00 ± 2.48 points", "-0.50"]
+    assert lines[0].split(" | ")[4] == "-"
+    assert "| b > c |" in questions and "b > a" not in questions
+    assert "| a (Transformer) |" in text
+    assert "Of 2: 1 contradicted, 1 confirmed, 0 undecided" in found and "Of 1: " in questions
+
+
+def test_solved_runs_are_counted_where_rows_have_noise_of_their_own(tmp_path):
+    made = table(noise="own", claims=[["a", "b"]])
+    values = {"a": {0: 0.995, 1: 1.0, 2: 0.5}, "b": {0: 0.3, 1: 0.4, 2: 0.989}}
+    text = page.markdown({"t": made}, filled(tmp_path, made, values), {})
+    (row,) = (line for line in text.splitlines() if line.startswith("| a |"))
+    assert "| 2 of 3 |" in row and "|solved|" in text.replace(" ", "")
+
+
 def test_a_shared_run_is_evaluated_at_the_lengths_of_all_its_tables():
     short = table(rows={"b": tables.Row(set={"model.mixer": "lion_d"})}, lengths=[64, 32])
     every = {"t": table(), "u": short, "v": table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, lengths=[99])}
