@@ -37,11 +37,11 @@ TEXT = ("row", "claim", "question", "verdict", "note", "table", "data", "model",
 HEADINGS = {CLAIM: "Claims of the papers", QUESTION: "Questions: our controls, and what the papers disagree on"}
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
-A claim is a pair of rows that a paper prints in one order, in all columns and tables in which both stand: a row of the
-paper against a baseline, against another row of the same model, or in a sentence of the text. A question is a pair
-of which one row is a control of ours, or which the papers print in opposite orders; each is listed once, also where
-several tables ask it, and not where a claim has the same runs. "Paper" is the difference of the paper's values in the
-first column that has both rows. "Parameters" is the first row's number divided by the second's.
+A claim is a pair of rows that a paper prints in one order, by their metric at all sizes and in all tables in which both
+stand: a row of the paper against a baseline, against another row of the same model, or in a sentence of the text. A
+question is a pair of which one row is a control of ours, or which the papers print in opposite orders; each is listed
+once, also where several tables ask it, and not where a claim has the same runs. "Paper" is the difference of the
+paper's values in the first column that has both rows. "Parameters" is the first row's number divided by the second's.
 
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), or [lowest, highest] where that
 interval would go beyond 0 or 100 %, and in brackets the number of seeds. The papers' columns are as printed. A table
@@ -65,9 +65,8 @@ The rule was written before the runs. It and the tables were changed on these oc
 - 2026-11-27, after 381 runs: what a claim is was written down, and claims and questions were filed again. Table 16 has
   its rows without positions, as in the paper; before, its claims were judged with positions. Its rows on recall, Lion-D
   with several scans against softmax (Table 2) and row [5] of Table 6 are questions; Vim against Hydra and Lion-D with
-  several scans, softmax against Lion-lit and Lion-D, [6] against [7] and Lion-S against [5] and [7] of Table 14 are
-  claims. Masked language models are compared by pairs again, because their noise differs from row to row; this took
-  back five answers.
+  several scans, softmax against Lion-lit, [6] against [7] and Lion-S against [5] and [7] of Table 14 are claims. Masked
+  language models are compared by pairs again, because their noise differs from row to row; this took back five answers.
 
 Seeds were added after results were seen: Shakespeare and `recall-start` have five in place of three, and rows that
 stand in several tables have the seeds of all of them. After first runs, recall was made easier (which changed all its
