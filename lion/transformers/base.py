@@ -28,14 +28,14 @@ def checkpointed(block: type[Block]) -> type[Block]:
     """
 
     class Checkpointed(block, GradientCheckpointingLayer):
-        def forward(self, *args: Any, method: Callable[..., Any] = block.forward) -> Any:
-            return method(self, *args)
+        def forward(self, *args: Any, method: Callable[..., Any] = block.forward, **named: Any) -> Any:
+            return method(self, *args, **named)
 
         def prefill(self, *args: Any) -> tuple[Tensor, Any]:
             return self(*args, method=block.prefill)
 
-        def step(self, *args: Any) -> tuple[Tensor, Any]:
-            return self(*args, method=block.step)
+        def step(self, *args: Any, **named: Any) -> tuple[Tensor, Any]:
+            return self(*args, method=block.step, **named)
 
         def __reduce__(self) -> tuple[Any, ...]:
             """Pickle the class by `block`, because it has no place in a module."""

@@ -83,7 +83,7 @@ def test_adaln_zero_streams():
     block = moved(adaln(attention=AttentionConfig(direction="forward"))).double()
     x, context = torch.randn(2, 8, 12, dtype=torch.double), torch.randn(2, 12, dtype=torch.double)
     start, state = block.prefill(x[:, :5], context=context)
-    end, _ = block.step(x[:, 5:], state, context)
+    end, _ = block.step(x[:, 5:], state, context=context)
     torch.testing.assert_close(torch.cat([start, end], 1), block(x, context=context), rtol=0, atol=1e-10)
 
 

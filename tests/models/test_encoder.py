@@ -195,7 +195,7 @@ def test_a_context_reaches_every_block(monkeypatch):
     whole = model(x, context=context)
     assert (whole - model(x)).abs().max() > 1e-3
     y, state = model.prefill(x[:, :4], context=context)
-    rest, _ = model.step(x[:, 4:], state, context)
+    rest, _ = model.step(x[:, 4:], state, context=context)
     torch.testing.assert_close(torch.cat([y, rest], 1), whole)
 
 

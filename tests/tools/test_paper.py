@@ -18,7 +18,7 @@ from tools import claims, jobs, paper
 from tools import statistics as ours
 from tools.compose import metric_of, resolve
 from tools.finished import load
-from tools.paper import drawings, figures, measured, page, results, tables
+from tools.paper import drawings, figures, measured, page, parts, results, tables
 from tools.paper.finetune import missing
 from tools.paper.results import hash_of, lengths_of, open_store, results_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
@@ -345,8 +345,8 @@ def test_tables_of_one_frame_and_data_share_their_noise(tmp_path):
     other = table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, title="O")
     for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
         store.add(raw(cell, value))
-    alone, beside = (page.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
-    (first,), (second,) = page.comparisons(alone[0], alone), page.comparisons(beside[0], beside)
+    alone, beside = (parts.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
+    (first,), (second,) = parts.comparisons(alone[0], alone), parts.comparisons(beside[0], beside)
     three = {**alone[0].results.values, "c": beside[1].results.values["c"]}
     assert first.found == ours.two_way(alone[0].results.values, "a", "b")
     assert second.found == ours.two_way(three, "a", "b") and second.found.half > first.found.half
@@ -599,8 +599,8 @@ def test_runs_of_another_budget_have_another_noise(tmp_path):
     other = table(rows={"c": tables.Row(set={"model.mixer": "gla"})}, title="O", mini=mini)
     for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
         store.add(raw(cell, value))
-    alone, beside = (page.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
-    assert page.comparisons(beside[0], beside) == page.comparisons(alone[0], alone)
+    alone, beside = (parts.parts_of(each, store) for each in ({"t": made}, {"t": made, "o": other}))
+    assert parts.comparisons(beside[0], beside) == parts.comparisons(alone[0], alone)
 
 
 def test_a_run_without_a_test_makes_val_the_split(tmp_path):

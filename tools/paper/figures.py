@@ -17,7 +17,8 @@ from lion.recipe import Recipe
 from tools.claims import NOT_RUN
 from tools.colours import colour_of
 from tools.paper import drawings, measured
-from tools.paper.page import Part, bounds, parts_of, shapes_of
+from tools.paper.page import bounds, shapes_of
+from tools.paper.parts import Part, parts_of
 from tools.paper.tables import Table
 from tools.store import Store, tidy
 

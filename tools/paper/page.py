@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import yaml
 
 from lion.tasks.metrics import Metric
-from tools.claims import (
-    CLAIM,
-    INCOMPLETE,
-    NOT_RUN,
-    QUESTION,
-    UNDECIDED,
-    VERDICTS,
-    Comparison,
-    compare,
-    row_of,
-    table_of,
-    verdicts,
-)
+from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, table_of, verdicts
 from tools.glue.scores import Scores, scores_table
-from tools.paper.results import Results, results_of
-from tools.paper.tables import SCALES, Cell, Table, cells
-from tools.statistics import POWER, RULE, Values, interval, power, seeds_needed
+from tools.paper.overview import Judge, overview
+from tools.paper.parts import Part, comparisons, parts_of
+from tools.paper.results import Results
+from tools.paper.tables import Table
+from tools.statistics import POWER, RULE, interval, power, seeds_needed
 from tools.store import Row, Store, digits, pipes
 
 # columns of text
-TEXT = ("row", "claim", "question", "verdict", "note", "table", "data", "model", "fine-tuned as", "answers")
+TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as", "answers")
 HEADINGS = {CLAIM: "Claims of the papers", QUESTION: "Questions: our controls, and what the papers disagree on"}
 FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
@@ -79,78 +67,6 @@ sets, those on the most frequent one count.
 
 
 SOLVED = 99  # percent
-
-
-class Part(NamedTuple):
-    """A table at one scale, with its results."""
-
-    name: str
-    table: Table
-    scale: str
-    cells: list[Cell]
-    metric: Metric
-    results: Results
-
-    @property
-    def has_runs(self) -> bool:
-        return any(self.results.values.values())
-
-    @property
-    def seeds(self) -> int:
-        """Return the number of runs of a complete row."""
-        return 1 + max(cell.seed for cell in self.cells)
-
-    @property
-    def frame(self) -> tuple[Any, ...]:
-        """Return the scale, recipe, budget, data and metric; the noise of runs with the same frame is alike."""
-        first = self.cells[0].recipe
-        return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
-
-    def runs_of(self, each: Comparison) -> tuple[Any, ...]:
-        """Return a mark that is equal for comparisons of the same runs, in any table and order."""
-        keys = {cell.row: cell.key for cell in self.cells}
-        pair = {keys.get(row, (self.name, row)) for row in each.pair}
-        return self.metric.name, self.table.noise, frozenset(pair)
-
-
-def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
-    """Return all tables: at scale `mini`, and at scale `published` if they have such runs or no others."""
-    found = []
-    for name, table in tables.items():
-        for scale in SCALES:
-            own = cells(name, table, scale)
-            results = results_of(table, own, store)
-            if own and (scale == "mini" or table.mini is None or any(results.values.values())):
-                found.append(Part(name, table, scale, own, table.metric(own), results))
-    return found
-
-
-def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
-    """Compare the rows of all claims and questions of a table.
-
-    The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
-    """
-    if part.scale == "published" and not part.table.judged:
-        values: Values = {}  # the claims are about another metric than that of the runs
-    else:
-        values = pooled(part, parts) if part.table.noise == "frame" else part.results.values
-    return [
-        each
-        for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
-        for each in compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
-    ]
-
-
-def pooled(part: Part, parts: Sequence[Part]) -> Values:
-    """Return the values of a table, and by the keys of their runs those of other tables of its frame and data."""
-    own = {cell.key for cell in part.cells}
-    others: dict[str, dict[int, float]] = {}
-    for each in parts:
-        if (each.frame, each.results.data, each.results.split) != (part.frame, part.results.data, part.results.split):
-            continue
-        keys = {cell.row: cell.key for cell in each.cells}
-        others |= {keys[row]: found for row, found in each.results.values.items() if found and keys[row] not in own}
-    return {**others, **part.results.values}
 
 
 def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, str]) -> str:
@@ -201,71 +117,6 @@ def correction(count: int, level: float) -> str:
         f"{five}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables of three pairs decide larger\n"
         "differences alone. Where a whole frame estimates the noise, three seeds show more."
     )
-
-
-class Judge(NamedTuple):
-    """Verdicts on all comparisons, by their ids, and the level of p at which one more would be decided."""
-
-    words: Mapping[int, str]
-    level: float
-
-
-def overview(kind: str, own: Sequence[tuple[Part, Comparison]], judge: Judge, claimed: set[tuple[Any, ...]]) -> str:
-    """Return a table of the claims that have all their runs, or of the questions that are decided, and their counts.
-
-    Questions whose runs are those of claims (`claimed`) are left out.
-    """
-    once: dict[tuple[Any, ...], list[tuple[Part, Comparison]]] = {}
-    for part, each in own:
-        mark = part.runs_of(each)
-        if kind == CLAIM or mark not in claimed:
-            once.setdefault((*mark, each.name) if kind == CLAIM else mark, []).append((part, each))
-    # a pair may have all runs that one of its tables asks for, and lack those of another
-    order = (*reversed(VERDICTS[kind]), UNDECIDED, INCOMPLETE, NOT_RUN)
-    best = [min(group, key=lambda item: order.index(judge.words[id(item[1])])) for group in once.values()]
-    words = [judge.words[id(each)] for _, each in best]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in order)
-    shown = order[: 3 if kind == CLAIM else 2]
-    rows = [
-        overview_row(part, each, word, judge.level, [other for other, _ in group])
-        for wanted in shown
-        for (part, each), word, group in zip(best, words, once.values())
-        if word == wanted
-    ]
-    header = [kind, "table", "data", "here", "paper", "p", "verdict", "smallest visible", "parameters", "note"]
-    return f"Of {len(best)}: {counts}.\n\n{pipes(header, rows, text=TEXT)}"
-
-
-def overview_row(part: Part, each: Comparison, word: str, level: float, tables: Sequence[Part]) -> list[str]:
-    name, difference, p, verdict, smallest, _ = row_of(each, word, level)
-    places = dict.fromkeys(
-        other.table.title.partition(":")[0] if other.table.columns else other.name for other in tables
-    )
-    sizes = [next(iter(part.results.runs[row].values()))["parameters"] for row in each.pair]
-    return [
-        name,
-        "; ".join(places),
-        part.cells[0].recipe.data.name,
-        f"{difference} {each.unit}",
-        printed(part, each.pair),
-        p,
-        verdict,
-        smallest,
-        f"{sizes[0] / sizes[1]:.2f}",
-        part.table.notes.get(each.name, ""),
-    ]
-
-
-def printed(part: Part, pair: tuple[str, str]) -> str:
-    """Return the difference of two rows in the paper, positive where the first row is better; "-" if it has none."""
-    for column in part.table.columns:
-        found = [
-            re.match(r"[\d.]+", str(part.table.rows[row].published.get(column, "")).replace("×", "")) for row in pair
-        ]
-        if all(found):
-            first, second = (float(number[0]) for number in found)
-            return f"{(first - second) * (1 if part.metric.higher_is_better else -1):+.2f}"
-    return "-"
 
 
 def figure_table(figures: Mapping[str, str]) -> str:

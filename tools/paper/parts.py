@@ -1,0 +1,85 @@
+"""Tables at one scale with the results of their runs, and the comparisons of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lion.tasks.metrics import Metric
+from tools.claims import CLAIM, QUESTION, Comparison, compare
+from tools.paper.results import Results, results_of
+from tools.paper.tables import SCALES, Cell, Table, cells
+from tools.statistics import Values
+from tools.store import Store
+
+
+class Part(NamedTuple):
+    """A table at one scale, with its results."""
+
+    name: str
+    table: Table
+    scale: str
+    cells: list[Cell]
+    metric: Metric
+    results: Results
+
+    @property
+    def has_runs(self) -> bool:
+        return any(self.results.values.values())
+
+    @property
+    def seeds(self) -> int:
+        """Return the number of runs of a complete row."""
+        return 1 + max(cell.seed for cell in self.cells)
+
+    @property
+    def frame(self) -> tuple[Any, ...]:
+        """Return the scale, recipe, budget, data and metric; the noise of runs with the same frame is alike."""
+        first = self.cells[0].recipe
+        return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
+
+    def runs_of(self, each: Comparison) -> tuple[Any, ...]:
+        """Return a mark that is equal for comparisons of the same runs, in any table and order."""
+        keys = {cell.row: cell.key for cell in self.cells}
+        pair = {keys.get(row, (self.name, row)) for row in each.pair}
+        return self.metric.name, self.table.noise, frozenset(pair)
+
+
+def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
+    """Return all tables: at scale `mini`, and at scale `published` if they have such runs or no others."""
+    found = []
+    for name, table in tables.items():
+        for scale in SCALES:
+            own = cells(name, table, scale)
+            results = results_of(table, own, store)
+            if own and (scale == "mini" or table.mini is None or any(results.values.values())):
+                found.append(Part(name, table, scale, own, table.metric(own), results))
+    return found
+
+
+def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
+    """Compare the rows of all claims and questions of a table.
+
+    The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
+    """
+    if part.scale == "published" and not part.table.judged:
+        values: Values = {}  # the claims are about another metric than that of the runs
+    else:
+        values = pooled(part, parts) if part.table.noise == "frame" else part.results.values
+    return [
+        each
+        for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
+        for each in compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
+    ]
+
+
+def pooled(part: Part, parts: Sequence[Part]) -> Values:
+    """Return the values of a table, and by the keys of their runs those of other tables of its frame and data."""
+    own = {cell.key for cell in part.cells}
+    others: dict[str, dict[int, float]] = {}
+    for each in parts:
+        if (each.frame, each.results.data, each.results.split) != (part.frame, part.results.data, part.results.split):
+            continue
+        keys = {cell.row: cell.key for cell in each.cells}
+        others |= {keys[row]: found for row, found in each.results.values.items() if found and keys[row] not in own}
+    return {**others, **part.results.values}
