@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 
 from tools.commands import COMMANDS, help_for, parse_command, unknown_option
@@ -47,6 +48,10 @@ if __name__ == "__main__":
         except BrokenPipeError:  # `--help | head -1` has read enough
             sys.stdout = None
         sys.exit(0)
+    if missing := [name for name in ("torch", "yaml") if not importlib.util.find_spec(name)]:
+        named = " and no ".join(missing)
+        print(f"error: this Python has no {named}: pip install -e ., or unset LION_NO_INSTALL", file=sys.stderr)
+        sys.exit(2)
     from tools.cli import run_command
 
     run_command(main, sys.argv[1:])

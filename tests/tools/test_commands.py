@@ -391,6 +391,8 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
         for name, entry in COMMANDS.items():
             if argv[0] != "bench" or name.startswith("bench "):
                 assert f"./run.sh {name} {entry.synopsis}".rstrip() in done.stdout and entry.help in done.stdout
+    done = subprocess.run([sys.executable, "-S", "-m", "tools", "list"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "error: this Python has no torch and no yaml: pip install -e .," in done.stderr
     done = run_sh("--help")
     assert done.returncode == 0 and "--fresh" in done.stdout and "./run.sh test [--quick]" in done.stdout
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
