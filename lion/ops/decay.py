@@ -189,13 +189,19 @@ def prefix_sums(log_decay: Tensor, one_term: bool = False) -> tuple[tuple[Tensor
     else:  # bounded after padding, in the kernel of the sum
         padded = bounded(F.pad(log_decay, (0, 0, 1, 0)))
         total = padded.double().cumsum(-2)  # (.., L + 1, D or 1), before and after every token
-    with torch.no_grad():
-        if exact:
-            rest = F.pad((padded[..., 1:, :] - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
-        else:
-            rest = (total - total.float().double()).float()
-    terms = [materialized(t) for t in (total.to(log_decay.dtype), rest)[: 1 if one_term else 2]]
+    if exact:
+        with torch.no_grad():
+            found = total, F.pad((padded[..., 1:, :] - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+    else:
+        found = two_terms(total)
+    terms = [materialized(t) for t in found[: 1 if one_term else 2]]
     return tuple(t[..., 1:, :] for t in terms), tuple(t[..., :-1, :] for t in terms)
+
+
+def two_terms(total: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float64 sums as float32 numbers and their rounding errors, through which no gradient flows."""
+    high = total.float()
+    return high, (total.detach() - high.detach()).float()
 
 
 def multiples(log_decay: Tensor) -> Tensor:

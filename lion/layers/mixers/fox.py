@@ -7,6 +7,7 @@ both directions the sum runs over the tokens after the earlier one of i and j, u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from types import MappingProxyType
@@ -24,6 +25,7 @@ from lion.layers.mixers.parts import describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
 from lion.layers.shares import by_heads
+from lion.ops.decay import two_terms
 from lion.ops.inductor import materialized
 from lion.ops.tokens import flip
 
@@ -80,16 +82,15 @@ class ForgettingAttention(SoftmaxAttention):
         reverse = direction == "backward"
         log_gates = materialized(log_gates)  # the scan of a GPU under torch 2.11 cannot add their bias
         sums = flip(flip(log_gates, -1, reverse).double().cumsum(-1), -1, reverse)
-        high = materialized(sums.to(log_gates.dtype))
-        low = materialized((sums.detach() - high.detach()).to(log_gates.dtype))
+        terms = [materialized(t) for t in (two_terms(sums) if log_gates.dtype == torch.float32 else (sums,))]
         mask = layout.with_pairs(direction).readable(direction)
         if mask is None and direction != "both":
             mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)
             mask = mask.triu() if reverse else mask.tril()
-        y = self.attend(q, k, v, self.bias((high, low), (high, low), mask).to(q.dtype))
+        y = self.attend(q, k, v, self.bias(terms, terms, mask).to(q.dtype))
         return y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)
 
-    def bias(self, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    def bias(self, by_query: Sequence[Tensor], by_key: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """Return log M (B, H, L, T) from the terms of the sums of queries (B, H, L) and keys (B, H, T).
 
         It is minus infinity where `mask` is False.
