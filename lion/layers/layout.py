@@ -78,8 +78,8 @@ class Layout(NamedTuple):
             ValueError: A field of another number of rows or tokens, or segments without a mask and positions.
         """
         batch, length = x.shape[:2]
-        masks = [x is not None for x in (self.valid, self.positions)]
-        if not all(masks) and (self.segment_index is not None or masks[0]):
+        masked = self.valid is not None or self.segment_index is not None
+        if masked and (self.valid is None or self.positions is None):
             raise ValueError("layout: padding and segments need `valid` and `positions`, which Layout.of(x, ..) makes")
         for name in ("valid", "segment_index", "positions", "coords", "special", "orders"):
             field = getattr(self, name)

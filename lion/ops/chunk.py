@@ -117,7 +117,8 @@ def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
     """
     if not is_static(length):
         count = round_up(length, chunk_size) // chunk_size
-        return chunk_size, count + int(exporting())  # at least two: with one, the graph would hold for one alone
+        # without one more, an exported graph refuses rows shorter than a chunk; torch 2.11 adds no bool to a symbol
+        return chunk_size, count + int(exporting())
     count = -(-length // chunk_size)
     even = -(-length // count)
     size = min(chunk_size, -(-even // 8) * 8)

@@ -89,13 +89,14 @@ def work(group, cases) -> dict[str, tuple[torch.Tensor, ...]]:
     return found
 
 
-def test_every_mixer_in_every_direction():
+def test_every_mixer_in_every_direction(pytestconfig):
     by_parts, by_heads, x, weights = cases(), cases_by_heads(), tokens(LENGTH), tokens(LENGTH, seed=2)
     expected = {
         name: gradients(layer, x, Layout.of(x, **masks), weights)
         for name, (layer, masks) in {**by_parts, **by_heads}.items()
     }
-    for count, made in ((2, by_heads), (3, {**by_parts, **by_heads}), (4, by_parts)):
+    by_two = {**by_parts, **by_heads} if pytestconfig.getoption("--every") else by_heads
+    for count, made in ((2, by_two), (3, {**by_parts, **by_heads}), (4, by_parts)):
         parts = in_processes(count, work, made)
         for name, (y, of_x, *of_parameters) in ((name, expected[name]) for name in made):
             for i, value in enumerate((y, of_x)):

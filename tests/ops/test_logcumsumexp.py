@@ -59,10 +59,11 @@ def test_differences():
 
 
 @pytest.mark.compiled
-def test_one_graph():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.every)])
+def test_one_graph(backend):
     torch._dynamo.reset()
     x, same = (logits(70).float().requires_grad_() for _ in range(2))
-    compiled = torch.compile(logcumsumexp, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(logcumsumexp, backend=backend, fullgraph=True, dynamic=False)
     index = (torch.arange(70) // 9).expand(2, -1)
     for y, want in ((compiled(x, index), logcumsumexp(same, index)),):
         assert_close(y.detach(), want.detach(), 1e-6)

@@ -237,7 +237,9 @@ def test_bad_settings_are_refused():
         task().build_model(BertConfig(SOFTMAX, 12, 1, 3, max_positions=16))
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
+@pytest.mark.parametrize(
+    "mixer", [SOFTMAX, *(pytest.param(m, marks=pytest.mark.every) for m in ("lion_lit", "lion_d")), "lion_s"]
+)
 @pytest.mark.slow
 def test_it_learns(mixer, tmp_path):
     """Train with micro-batches and reach far more accuracy than always predicting the commonest letter."""

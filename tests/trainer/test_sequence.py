@@ -161,17 +161,26 @@ def alone(tmp_path_factory):
     return folder, in_processes(1, work, tuple(kinds()), folder)[0]
 
 
-def test_training_equals_one_process(alone, tmp_path):
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (2, ("lra", "bert", "vit")),
+        (3, tuple(kinds())),
+        pytest.param(2, tuple(kinds()), marks=pytest.mark.every),
+        pytest.param(4, ("lra", "bert", "gpt"), marks=pytest.mark.every),  # by default, 4 resume a run below
+    ],
+    ids=lambda value: value if isinstance(value, int) else len(value),
+)
+def test_training_equals_one_process(count, names, alone, tmp_path):
     folder, expected = alone
-    for count, names in ((2, ("lra", "bert", "vit")), (3, tuple(kinds()))):  # 4 processes resume a run below
-        for rank, found in enumerate(in_processes(count, work, names, tmp_path / str(count))):
-            same(found, expected, (count, rank))
-        for name in names:
-            for mine, other in zip(lines(tmp_path / str(count) / name), lines(folder / name), strict=True):
-                compared = [key for key in MEASURED if other.get(key) is not None]
-                assert compared and mine.keys() == other.keys()
-                for key in compared:
-                    assert mine[key] == pytest.approx(other[key], rel=1e-9), (count, name, key)
+    for rank, found in enumerate(in_processes(count, work, names, tmp_path)):
+        same(found, expected, (count, rank))
+    for name in names:
+        for mine, other in zip(lines(tmp_path / name), lines(folder / name), strict=True):
+            compared = [key for key in MEASURED if other.get(key) is not None]
+            assert compared and mine.keys() == other.keys()
+            for key in compared:
+                assert mine[key] == pytest.approx(other[key], rel=1e-9), (count, name, key)
 
 
 def test_a_mesh_of_data_and_sequence_also_sharded(alone, tmp_path):

@@ -84,8 +84,9 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
     for kind, heading in HEADINGS.items():
         own = [(part, each) for part, each in counted if each.kind == kind]
         text += [f"## {heading}", overview(kind, own, judge, claimed)]
-    if elsewhere := sum(each.kind == CLAIM for each in every) - sum(each.kind == CLAIM for _, each in counted):
-        text.insert(4, f"{elsewhere} further claims need runs at the papers' scale, of which there are none yet.")
+        elsewhere = sum(each.kind == kind for each in every) - len(own)
+        if kind == CLAIM and elsewhere:
+            text.append(f"{elsewhere} further claims need runs at the papers' scale, of which there are none yet.")
     text += ["## How to read this page", LEGEND.rstrip(), correction(len(set(marks)), level), HOW]
     text += ["## History of the rule and of the tables", HISTORY, "## Runs", summary(parts, compared, judged, store)]
     for part in parts:
