@@ -114,7 +114,7 @@ def advance(
     else:
         how = ScoreSettings("full", convention, "forward", False, recurrence.rowsum, 0)
         weights = vector_scores(q, k, log_decay, index, how)
-    weights.diagonal(dim1=-2, dim2=-1).add_((q * k * recurrence.diagonal_weight).sum(-1))
+    weights = weights.diagonal_scatter((q * k * recurrence.diagonal_weight).sum(-1), dim1=-2, dim2=-1)
     read = decay(forward.query, forward.start) * q  # (B, H, C, D)
     y = weights @ v + read @ state.S
     row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if recurrence.rowsum else None

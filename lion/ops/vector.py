@@ -13,8 +13,8 @@ from lion.ops.decay import CumulativeDecay, bounded, exp_where, prefix_sums
 from lion.ops.full import pad_segments, weighted_sum
 from lion.ops.inductor import outer_sum
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
-from lion.ops.vector_pairs import FACTORS, lambdas
-from lion.ops.vector_scores import fold_both, pad, padding_of, vector_scores
+from lion.ops.vector_pairs import FACTORS, lambdas, sides_of
+from lion.ops.vector_scores import pad, padding_of, vector_scores
 from lion.ops.vector_sums import vector_row_sums
 
 
@@ -57,16 +57,18 @@ def chunk_vector_parts(
 
     leaving = []
     if count > 1 or entering:
-        (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
+        sides = sides_of(q, k, lambdas(log_decay), how.decay_convention, how.direction)
         before, after = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
         from_start, to_end = (exp_where(x, factors=FACTORS) for x in (before, after))  # decays to the chunk's ends
         inclusive, exclusive = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks
         scans = []  # queries, keys, cumulative decays of each edge and of the previous one, reverse
-        if how.direction != "backward":
-            scans.append((q_late * from_start, k_early * to_end, inclusive, exclusive, False))
-        if how.direction != "forward":
-            negated = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
-            scans.append((q_early * to_end, k_late * from_start, *negated, True))
+        for name, (early, late) in sides.items():
+            early, late = early * to_end, late * from_start
+            if name == "forward":
+                scans.append((late, early, inclusive, exclusive, False))
+            else:
+                negated = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
+                scans.append((early, late, *negated, True))
         for (reads, write, edge, previous, reverse), state in zip_longest(scans, entering):
             edge_index = None
             if index is not None:

@@ -9,7 +9,7 @@ memory, for GPUs. All summands have one sign, so that float32 sums are as precis
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,29 +17,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops import modes
-from lion.ops.decay import exp_where, least_log_decay
+from lion.ops.decay import exp_where, least_log_decay, scan_directions
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
 
 
-class Fold(NamedTuple):
-    """Membership of a token's own lambda in the decay of a pair, as the earlier and as the later token of the pair."""
+class Side(NamedTuple):
+    """Tokens (.., L, D) of the pairs of one direction, as the earlier and as the later token of a pair.
 
-    early: bool
-    late: bool
+    Forward, a later query reads an earlier key; backward, an earlier query reads a later key.
+    """
+
+    early: Tensor
+    late: Tensor
 
 
-FOLDS = {  # of queries, of keys
-    "source": (Fold(False, False), Fold(True, True)),
-    "target": (Fold(True, True), Fold(False, False)),
-    "symmetric": (Fold(False, True), Fold(False, True)),
-    "between": (Fold(False, False), Fold(False, False)),
+Sides = dict[str, Side]  # by direction
+FOLDS = {  # whether the decay of a pair includes the lambda of its earlier and of its later token
+    "source": {"forward": (True, False), "backward": (False, True)},
+    "target": {"forward": (False, True), "backward": (True, False)},
+    "symmetric": {"forward": (False, True), "backward": (False, True)},
+    "between": {"forward": (False, False), "backward": (False, False)},
 }
-Halving = tuple[tuple[Tensor, Tensor], ...]  # q, k and their decays to the middle, in both halves
+
+
+def sides_of(q: Tensor, k: Tensor, lam: Tensor, decay_convention: str, direction: str) -> Sides:
+    """Return q and k as sides, multiplied by the lambdas that decays include."""
+    every = {"forward": Side(early=k, late=q), "backward": Side(early=q, late=k)}
+    return folded({name: every[name] for name in scan_directions(direction)}, lam, decay_convention)
+
+
+def folded(sides: Sides, lam: Tensor, decay_convention: str) -> Sides:
+    """Return sides, or gradients by them, multiplied by the lambdas that decays include."""
+    folds = FOLDS[decay_convention]
+    return {name: Side(*(x * lam if fold else x for x, fold in zip(side, folds[name]))) for name, side in sides.items()}
 
 
 def pairs_of(
-    q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_convention: str, narrow: torch.dtype
+    q: Tensor, k: Tensor, log_decay: Tensor, size: int, decay_convention: str, direction: str, narrow: torch.dtype
 ) -> Products | Sums:
     """Return the pairs of tokens (.., L, D), as suits the device.
 
@@ -47,34 +62,30 @@ def pairs_of(
         size: Length of a short block.
         narrow: Dtype of the results of `halvings` on a GPU, whose products of float32 take several times as long.
     """
-    gpu = modes.for_gpu(log_decay.device)
-    return (Sums if gpu else Products)(q, k, log_decay, size, narrow if gpu else q.dtype, *FOLDS[decay_convention])
+    gpu, lam = modes.for_gpu(log_decay.device), lambdas(log_decay)
+    tokens = sides_of(q, k, lam, decay_convention, direction)
+    return (Sums if gpu else Products)(tokens, log_decay, lam, size, narrow if gpu else q.dtype)
 
 
 class Pairs:
     """Pairs of tokens.
 
     Attributes:
-        tokens: q as the earlier and as the later token of a pair, and the same of k, each (.., L, D), multiplied by the
-            token's own lambda where the decay of a pair includes it.
+        tokens: Sides of q and k, multiplied by the lambdas that decays include.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, log_decay: Tensor, size: int, narrow: torch.dtype, of_q: Fold, of_k: Fold
-    ) -> None:
-        self.log_decay, self.lam, self.size, self.folds = log_decay, lambdas(log_decay), size, (*of_q, *of_k)
-        self.narrow = narrow
-        self.tokens = self.folded((q, q, k, k))
+    def __init__(self, tokens: Sides, log_decay: Tensor, lam: Tensor, size: int, narrow: torch.dtype) -> None:
+        self.tokens, self.log_decay, self.lam, self.size, self.narrow = tokens, log_decay, lam, size, narrow
 
-    def folded(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Multiply q_early, q_late, k_early and k_late, or gradients by them, by the lambdas that decays include."""
-        return tuple(x * self.lam if fold else x for x, fold in zip(xs, self.folds))
+    def in_blocks(self) -> Sides:
+        """Return the sides in short blocks (.., M, S, D)."""
+        return {name: Side(*(blocks(x, self.size) for x in side)) for name, side in self.tokens.items()}
 
-    def halvings(self) -> Iterator[Halving]:
-        """Yield q, k (as in `tokens`) multiplied by the decays to the middle of their blocks, and these decays.
+    def halvings(self) -> Iterator[tuple[Sides, Side]]:
+        """Yield the sides, multiplied by the decays to the middle of their blocks, and these decays.
 
-        Each is the pair of all first halves (.., M, n, D), as earlier tokens, and of all second halves, as later ones.
-        The size n of a half doubles from one result to the next.
+        Earlier tokens are those of all first halves (.., M, n, D), and later tokens those of all second halves. The
+        size n of a half doubles from one result to the next.
         """
         size, length, late = self.size, self.lam.shape[-2], late_half(self.lam.device)
         from_start, to_end, total = self.to_ends()
@@ -94,27 +105,31 @@ class Products(Pairs):
     none = 1.0  # the product of no lambdas
 
     def scores(self, diagonal: Tensor) -> Tensor:
-        """Return the scores of short blocks (.., M, S, S), with the given diagonal (.., L)."""
-        size, below, above = self.size, [], []  # for each distance, at the later token
-        qe, ql, ke, kl = (blocks(x, size) for x in self.tokens)
+        """Return the scores of short blocks (.., M, S, S), with the given diagonal (.., L), and 0 for other pairs."""
+        size, sides, diagonal = self.size, self.in_blocks(), diagonal.unflatten(-1, (-1, self.size))
+        columns: dict[str, list[Tensor]] = {name: [] for name in sides}  # for each distance, at the later token
         for distance, E in self.distances():
-            below.append((ql * shift_later(ke, distance) * E).sum(-1))
-            above.append((shift_later(qe, distance) * kl * E).sum(-1))
-        by_distance = torch.stack([diagonal.unflatten(-1, (-1, size)), *below, *above], -1)  # (.., M, S, 2S - 1)
-        i, j = torch.arange(size, device=ql.device)[:, None], torch.arange(size, device=ql.device)
+            for name, side in sides.items():
+                columns[name].append((side.late * shift_later(side.early, distance) * E).sum(-1))
+        absent = [torch.zeros_like(diagonal)] * (size - 1)
+        below, above = (columns.get(name, absent) for name in ("forward", "backward"))
+        by_distance = torch.stack([diagonal, *below, *above], -1)  # (.., M, S, 2S - 1)
+        i, j = torch.arange(size, device=diagonal.device)[:, None], torch.arange(size, device=diagonal.device)
         return by_distance[..., torch.maximum(i, j), torch.where(i >= j, i - j, size - 1 + j - i)]
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients (.., L, D) by `tokens`, from those of the result of `scores`."""
-        qe, ql, ke, kl = (blocks(x, self.size) for x in self.tokens)
-        dq_early = dq_late = dk_early = dk_late = torch.zeros_like(ql)
+    def gradients(self, grad: Tensor) -> Sides:
+        """Return the gradients by `tokens`, from those of the result of `scores`."""
+        sides = self.in_blocks()
+        found = {name: Side(*map(torch.zeros_like, side)) for name, side in sides.items()}
         for distance, E in self.distances():
-            below, above = (F.pad(grad.diagonal(d, -2, -1), (distance, 0))[..., None] for d in (-distance, distance))
-            dq_late = dq_late + below * shift_later(ke, distance) * E
-            dk_late = dk_late + above * shift_later(qe, distance) * E
-            dk_early = dk_early + shift_earlier(below * ql * E, distance)
-            dq_early = dq_early + shift_earlier(above * kl * E, distance)
-        return tuple(x.flatten(-3, -2) for x in (dq_early, dq_late, dk_early, dk_late))
+            for name, (early, late) in sides.items():
+                weights = grad.diagonal(-distance if name == "forward" else distance, -2, -1)
+                weights = F.pad(weights, (distance, 0))[..., None]
+                found[name] = Side(
+                    found[name].early + shift_earlier(weights * late * E, distance),
+                    found[name].late + weights * shift_later(early, distance) * E,
+                )
+        return {name: Side(*(x.flatten(-3, -2) for x in side)) for name, side in found.items()}
 
     def distances(self) -> Iterator[tuple[int, Tensor | float]]:
         """Yield every distance in a block, and the decays between each token and the token that far before it."""
@@ -141,14 +156,14 @@ class Products(Pairs):
         """Return the decay over two adjacent groups of tokens."""
         return flush_denormals(a * b)
 
-    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> Halving:
+    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> tuple[Sides, Side]:
         """Return the result of `halvings` for halves of `size` tokens, from decays (.., L, D) to their ends."""
 
-        def chosen(early: Tensor, late: Tensor) -> tuple[Tensor, Tensor]:
-            return halves(early, size)[0], halves(late, size)[1]
+        def chosen(early: Tensor, late: Tensor) -> Side:
+            return Side(halves(early, size)[0], halves(late, size)[1])
 
-        E, (qe, ql, ke, kl) = chosen(to_end, from_start), self.tokens
-        return *(tuple(map(torch.mul, chosen(*x), E)) for x in ((qe, ql), (ke, kl))), E
+        E = chosen(to_end, from_start)
+        return {name: Side(*map(torch.mul, chosen(*side), E)) for name, side in self.tokens.items()}, E
 
 
 class Sums(Pairs):
@@ -166,22 +181,24 @@ class Sums(Pairs):
         return (sign * self.total(inside, sign)).exp()
 
     def scores(self, diagonal: Tensor) -> Tensor:
-        qe, ql, ke, kl = (blocks(x, self.size) for x in self.tokens)
-        i, columns = places(self.size, ql.device), []
+        sides, i, columns = self.in_blocks(), places(self.size, diagonal.device), []
+        below, above = (sides.get(name) for name in ("forward", "backward"))
         for j in range(self.size):
-            pairs = torch.where(i > j, ql * token(ke, j), qe * token(kl, j))
-            columns.append((pairs * self.between(j)).sum(-1))
+            later = 0.0 if below is None else below.late * token(below.early, j)
+            earlier = 0.0 if above is None else above.early * token(above.late, j)
+            columns.append((torch.where(i > j, later, earlier) * self.between(j)).sum(-1))
         return torch.where(i == i.mT, diagonal.unflatten(-1, (-1, self.size, 1)), torch.stack(columns, -1))
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor, ...]:
-        qe, ql, ke, kl = (blocks(x, self.size) for x in self.tokens)
-        below, above = grad.tril(-1), grad.triu(1)
-
+    def gradients(self, grad: Tensor) -> Sides:
         def total(weights: Tensor, x: Tensor) -> Tensor:
             parts = (weights[..., j, None] * token(x, j) * self.between(j, again=True) for j in range(self.size))
             return sum(parts).flatten(-3, -2)
 
-        return total(above, kl), total(below, ke), total(below.mT, ql), total(above.mT, qe)
+        weights = {"forward": grad.tril(-1), "backward": grad.triu(1).mT}  # of later tokens (rows) and earlier ones
+        return {
+            name: Side(total(weights[name].mT, late), total(weights[name], early))
+            for name, (early, late) in self.in_blocks().items()
+        }
 
     def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
         i, last = places(self.size, self.lam.device), self.size - 1
@@ -199,15 +216,15 @@ class Sums(Pairs):
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> Halving:
-        late, (qe, ql, ke, kl) = late_half(self.lam.device), self.tokens
+    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> tuple[Sides, Side]:
+        late = late_half(self.lam.device)
 
-        def chosen(*xs: Tensor) -> Tensor:  # of both halves, as one kernel
-            return torch.where(late, *(x.unflatten(-2, (-1, 2, size)) for x in xs))
+        def chosen(side: Side) -> Tensor:  # of both halves, as one kernel
+            return torch.where(late, *(x.unflatten(-2, (-1, 2, size)) for x in reversed(side)))
 
-        E = chosen(from_start, to_end).exp()
-        q, k = ((chosen(*x) * E).to(self.narrow) for x in ((ql, qe), (kl, ke)))
-        return tuple(x.unbind(-3) for x in (q, k, E))
+        E = chosen(Side(to_end, from_start)).exp()
+        sides = {name: (chosen(side) * E).to(self.narrow) for name, side in self.tokens.items()}
+        return {name: Side(*x.unbind(-3)) for name, x in sides.items()}, Side(*E.unbind(-3))
 
 
 def places(size: int, device: torch.device, again: bool = False) -> Tensor:

@@ -16,6 +16,9 @@ token's own lambda adds the weights of those of its pairs whose decay includes i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +27,7 @@ from lion.ops.decay import bounded
 from lion.ops.inductor import materialized
 from lion.ops.modes import is_static
 from lion.ops.tokens import ScoreSettings
-from lion.ops.vector_pairs import FOLDS, late_half, pairs_of
+from lion.ops.vector_pairs import FOLDS, Side, Sides, folded, late_half, pairs_of
 
 SHORT_BLOCK = 8  # most tokens of a block that is computed pair by pair; measured on a CPU at 4, 8, 16
 
@@ -36,9 +39,8 @@ def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor
     """
     length, wide, narrow = q.shape[-2], log_decay.dtype, q.dtype
     padded = pad(padding_of(length), q.to(wide), k.to(wide), bounded(log_decay))
-    scores = _Scores.apply(*padded, how.decay_convention, how.include_diagonal, narrow)[..., :length, :length]
-    if how.direction != "both":
-        scores = scores.tril() if how.direction == "forward" else scores.triu()
+    scores = _Scores.apply(*padded, how.decay_convention, how.direction, how.include_diagonal, narrow)
+    scores = scores[..., :length, :length]
     if segment_index is None:
         return scores
     index = segment_index[:, None]  # (B, 1, .., L)
@@ -51,7 +53,7 @@ def pad(padding: int, *xs: Tensor) -> list[Tensor]:
 
 
 class _Scores(torch.autograd.Function):
-    """Scores of both triangles, with their diagonal or 0.
+    """Scores of the pairs of one direction or both, with their diagonal or 0.
 
     The length must be that of a short block, doubled any number of times. On a GPU, factors of matrix products are
     rounded to the dtype `narrow` of q and k before they were widened.
@@ -61,47 +63,54 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, log_decay: Tensor, decay_convention: str, include_diagonal: bool, narrow: torch.dtype
+        q: Tensor,
+        k: Tensor,
+        log_decay: Tensor,
+        decay_convention: str,
+        direction: str,
+        include_diagonal: bool,
+        narrow: torch.dtype,
     ) -> Tensor:
-        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention, narrow)
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention, direction, narrow)
         diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
         scores = materialized(pairs.scores(diagonal))  # (.., M, S, S); index expressions would nest in loops
-        for (q1, q2), (k1, k2), _ in pairs.halvings():
-            upper, lower = q1 @ k2.mT, q2 @ k1.mT  # earlier queries with later keys, and the reverse
+        for sides, _ in pairs.halvings():
             first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
-            rows = ([first, upper.to(first.dtype)], [lower.to(first.dtype), second])
-            scores = torch.cat([torch.cat(row, -1) for row in rows], -2)
+            below, above = (sides.get(name) for name in ("forward", "backward"))
+            lower = torch.zeros_like(first) if below is None else (below.late @ below.early.mT).to(first.dtype)
+            upper = torch.zeros_like(first) if above is None else (above.early @ above.late.mT).to(first.dtype)
+            scores = torch.cat([torch.cat(row, -1) for row in ([first, upper], [lower, second])], -2)
         return scores.squeeze(-3)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, scores: Tensor) -> None:
         ctx.save_for_backward(*inputs[:3])
-        ctx.decay_convention, ctx.include_diagonal, ctx.narrow = inputs[3:]
+        ctx.decay_convention, ctx.direction, ctx.include_diagonal, ctx.narrow = inputs[3:]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
-        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention, ctx.narrow)
-        found = []  # gradients by `pairs.tokens`, of every level
-        for (q1, q2), (k1, k2), E in pairs.halvings():
-            upper, lower = across_middles(grad, q1.shape[-2], q1.dtype)
-            dq, dk = (upper @ k2, lower @ k1), (lower.mT @ q2, upper.mT @ q1)
-            found.append([in_half(i, x[i] * E[i]) for x in (dq, dk) for i in range(2)])
+        pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention, ctx.direction, ctx.narrow)
+        found = {name: [] for name in pairs.tokens}  # gradients by `pairs.tokens`, of every level
+        for sides, E in pairs.halvings():
+            weights = across_middles(grad, E.early.shape[-2], pairs.narrow, sides)
+            for name, side in sides.items():
+                early, late = weights[name].mT @ side.late, weights[name] @ side.early
+                found[name].append(Side(in_half(0, early * E.early), in_half(1, late * E.late)))
         grad = diagonal_blocks(grad, pairs.size)
-        found.append(pairs.gradients(grad))
-        found = list(map(sum, zip(*found)))
+        for name, side in pairs.gradients(grad).items():
+            found[name] = Side(*map(total, zip(*found[name], side)))
 
-        weights = [x * dx for x, dx in zip(pairs.tokens, found)]  # of the pairs of each token
-        begin, end = weights[0] + weights[2], weights[1] + weights[3]
+        tokens = {name: Side(*map(torch.mul, side, found[name])) for name, side in pairs.tokens.items()}
+        begin, end = map(total, zip(*tokens.values()))  # weights of the pairs of each token
         da = (F.pad(begin, (0, 0, 1, 0))[..., :-1, :] - end).cumsum(-2)
-        folds = (fold for folds in FOLDS[ctx.decay_convention] for fold in folds)
-        da = sum((part for part, fold in zip(weights, folds) if fold), da)
-        dq_early, dq_late, dk_early, dk_late = pairs.folded(found)
-        dq, dk = dq_early + dq_late, dk_early + dk_late
+        folds = FOLDS[ctx.decay_convention]
+        da = total([da, *(x for name in tokens for x, fold in zip(tokens[name], folds[name]) if fold)])
+        dq, dk = queries_and_keys(folded(found, pairs.lam, ctx.decay_convention))
         if ctx.include_diagonal:
             diagonal = grad.diagonal(0, -2, -1).flatten(-2)[..., None]
             dq, dk = dq + diagonal * k, dk + diagonal * q
-        return dq, dk, da.sum_to_size(log_decay.shape), None, None, None
+        return dq, dk, da.sum_to_size(log_decay.shape), None, None, None, None
 
 
 def short_block(length: int) -> int:
@@ -127,12 +136,15 @@ def padding_of(length: int) -> int:
     return size - length
 
 
-def fold_both(
-    q: Tensor, k: Tensor, lam: Tensor, decay_convention: str
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return q and k, each for the earlier and for the later token of a pair, with lambda folded in by `FOLDS`."""
-    folds = zip((q, k), FOLDS[decay_convention])
-    return tuple(tuple(x * lam if folded else x for folded in pair) for x, pair in folds)
+def queries_and_keys(sides: Sides) -> tuple[Tensor, Tensor]:
+    """Return the gradients by q and k, from those by their sides."""
+    queries = [side.late if name == "forward" else side.early for name, side in sides.items()]
+    keys = [side.early if name == "forward" else side.late for name, side in sides.items()]
+    return total(queries), total(keys)
+
+
+def total(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)  # `sum` begins with 0, which is one more addition
 
 
 def in_half(half: int, x: Tensor) -> Tensor:
@@ -146,8 +158,12 @@ def diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(0, -4, -2).movedim(-1, -3)
 
 
-def across_middles(x: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, above and below the diagonal."""
-    inside = diagonal_blocks(x, 2 * n)[..., None, :, :]
-    late = late_half(x.device, again=True)
-    return torch.where(late, inside[..., n:, :n], inside[..., :n, n:]).to(dtype).unbind(-3)  # both in one kernel
+def across_middles(x: Tensor, n: int, dtype: torch.dtype, directions: Iterable[str]) -> dict[str, Tensor]:
+    """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, later tokens as rows."""
+    inside = diagonal_blocks(x, 2 * n)
+    found = {"forward": inside[..., n:, :n], "backward": inside[..., :n, n:]}
+    found = {name: found[name] for name in directions}
+    if len(found) == 2:  # both in one kernel
+        both = torch.where(late_half(x.device, again=True), *(part[..., None, :, :] for part in found.values()))
+        found = dict(zip(("backward", "forward"), both.to(dtype).unbind(-3)))
+    return {name: part.to(dtype) if name == "forward" else part.to(dtype).mT for name, part in found.items()}

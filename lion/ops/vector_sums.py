@@ -17,8 +17,8 @@ from torch import Tensor
 from lion.ops.decay import bounded, least_log_decay, log_zero
 from lion.ops.segments import segment_starts
 from lion.ops.tokens import ScoreSettings
-from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later
-from lion.ops.vector_scores import fold_both, pad
+from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later, sides_of
+from lion.ops.vector_scores import pad
 
 BLOCK = 8  # tokens per block, processed in turn; the last tokens of all blocks form a shorter scan
 
@@ -28,13 +28,13 @@ def vector_row_sums(
 ) -> Tensor:
     """Compute the row sums (B, H, .., L) of the scores that `vector_scores` computes from the same arguments."""
     q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), bounded(log_decay)
-    (q_early, q_late), (k_early, k_late) = fold_both(q, k, lambdas(log_decay), how.decay_convention)
     total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
-    if how.direction != "backward":
-        total = total + (q_late * states_before(k_early, log_decay, segment_index)).sum(-1)
-    if how.direction != "forward":
-        index = None if segment_index is None else segment_index.flip(-1)
-        total = total + (q_early * states_before(k_late.flip(-2), log_decay.flip(-2), index).flip(-2)).sum(-1)
+    for name, (early, late) in sides_of(q, k, lambdas(log_decay), how.decay_convention, how.direction).items():
+        if name == "forward":
+            total = total + (late * states_before(early, log_decay, segment_index)).sum(-1)
+        else:
+            index = None if segment_index is None else segment_index.flip(-1)
+            total = total + (early * states_before(late.flip(-2), log_decay.flip(-2), index).flip(-2)).sum(-1)
     return total
 
 

@@ -33,16 +33,19 @@ BUDGETS = {
     ("gated_deltanet", "chunk", 1024): (21, 23, 231.0),
     ("lion_s_vector", "full", 64): (16, 21, 131.5),
     ("gla", "chunk", 1024): (30, 45, 258.0),
+    ("gla_forward", "chunk", 1024): (21, 29, 186.0),
 }
 
 EVERY = [("lion_lit", "full", 1024), ("lion_lit", "chunk", 1024), ("gated_deltanet", "chunk", 1024)]
-EVERY += [("lion_d", "full", 197), ("lion_s_vector", "full", 64), ("gla", "chunk", 1024)]
+EVERY += [("lion_d", "full", 197), ("lion_s_vector", "full", 64)]
+EVERY += [("gla", "chunk", 1024), ("gla_forward", "chunk", 1024)]
 ONE_VERSION = {  # counted with 2.14 alone
     ("lion_d", "full", 197),
     ("lion_lit", "chunk", 1024),
     ("gated_deltanet", "chunk", 1024),
     ("lion_s_vector", "full", 64),
     ("gla", "chunk", 1024),
+    ("gla_forward", "chunk", 1024),
     ("lion_s", "full", 197),
     ("lion_s", "chunk", 1024),
 }

@@ -47,3 +47,22 @@ def test_extreme_and_shared_decays(direction, monkeypatch):
         for products, sums in both_ways(monkeypatch, (q, k, log_decay), how):
             assert sums.isfinite().all()
             torch.testing.assert_close(sums, products, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("diagonal", [True, False])
+@pytest.mark.parametrize("convention", DECAY_CONVENTIONS)
+def test_one_direction_is_one_triangle_of_both(convention, diagonal, monkeypatch):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 3, 40, 5, dtype=torch.float64)
+    log_decay = -torch.rand(2, 3, 40, 5, dtype=torch.float64)
+
+    def found(direction, part):
+        leaves = [t.clone().requires_grad_() for t in (q, k, log_decay)]
+        scores = part(vector_scores(*leaves, None, ScoreSettings("full", convention, direction, diagonal, True, 64)))
+        return [scores, *torch.autograd.grad((scores * scores).sum(), leaves)]
+
+    for gpu in (False, True):
+        monkeypatch.setattr("lion.ops.modes.for_gpu", lambda device, gpu=gpu: gpu)
+        for direction, triangle in (("forward", torch.tril), ("backward", torch.triu)):
+            for one, both in zip(found(direction, lambda x: x), found("both", triangle)):
+                torch.testing.assert_close(one, both, rtol=1e-12, atol=1e-12)
