@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import socket
 import sys
 import urllib.request
@@ -59,6 +60,24 @@ def readable(path: Path | str, exists: bool) -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[0]
         what = "cannot be read" if exists else "is not a local file or folder and cannot be loaded from the Hub"
         raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {reason})") from None
+
+
+VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
+SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-.+)?")  # a file of a split on the Hub
+
+
+def split_of(file: Path) -> str | None:
+    """Return the split of a file, by its name or else by a folder above it; None if they name none.
+
+    The first word of the file's name is that of a split, or the name is that of a file on the Hub,
+    `SPLIT-00000-of-00001`. The path is relative to the folder of the data set.
+    """
+    first = re.split(r"[-_. ]", file.name)[0]
+    if first in ("train", *VAL, *TEST):
+        return first
+    if found := SHARD.fullmatch(file.stem):
+        return found[1]
+    return next((name for name in reversed(file.parts[:-1]) if name in ("train", *VAL, *TEST)), None)
 
 
 @functools.cache

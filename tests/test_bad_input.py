@@ -241,6 +241,9 @@ def test_folders_of_images(layout, message, tmp_path, capsys):
         ("data.root=/dev/null", "no folder /dev/null"),
         ("data.root=~nobody-here", "no folder ~nobody-here"),
         ("data.root=" + "x" * 5000, "xxx"),
+        ("data.crop=1e-6", "data.crop: "),
+        ("data.image_size=[60000, 60000]", "data.image_size: expected sides of 1 to 16384 pixels"),
+        ("data.repeats=100", "data.repeats: 100 views of an image, more than a batch of"),
         ("task.mixup=1e-9", "task.mixup: expected 0 (off) or at least 1e-06"),
         ("trainer.device=meta", "trainer.device: 'meta' is not available"),
         ("trainer.device=hpu", "trainer.device: 'hpu' is not available"),
@@ -255,6 +258,13 @@ def test_values_that_only_look_right(change, message, tmp_path, capsys):
     recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(tmp_path / "root")}}))
     assert message in refuse(capsys, "train", recipe, change)
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_image_is_not_mixed_with_itself(tmp_path, capsys):
+    pictures(tmp_path / "root", WHOLE)
+    recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(tmp_path / "root")}}))
+    line = refuse(capsys, "train", recipe, "task.mixup=0.8", "trainer.micro_batch=1")
+    assert "trainer.micro_batch: 1 sample in each process, but task.mixup and task.cutmix mix" in line
 
 
 @pytest.mark.parametrize(

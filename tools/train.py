@@ -250,7 +250,7 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
     seed_everything(recipe.seed)
     model = task.build_model(recipe.model)
-    if recipe.init_from is not None:
+    if recipe.init_from is not None and begun is None:  # otherwise, a checkpoint has the weights
         with hint_of_tokenizer(recipe.init_from):
             init_from(model, recipe.init_from, splits.info)
     if first and not fresh:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
-from data.hub import import_datasets, readable
+from data.hub import TEST, VAL, import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
 from data.manifest import short_hash
 from data.text.corpus import whole
-from data.vision.hf import TEST, VAL, by_split
+from data.vision.hf import by_split
 from lion.config import ConfigError, setting
 from lion.samples.sequences import SequenceInfo
 

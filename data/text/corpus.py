@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import import_datasets, readable
+from data.hub import import_datasets, readable, split_of
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -70,7 +70,7 @@ class Corpus(ABC):
         """Return the origin of a shard, for messages."""
 
     def texts(self, most: int | None = None) -> Texts:
-        """Return the texts, or about `most` characters of them, from evenly spaced shards."""
+        """Return the texts, or about `most` characters of them, in equal shares from evenly spaced shards."""
         return Texts(self, most)
 
 
@@ -82,13 +82,13 @@ class Texts:
 
     def __iter__(self) -> Iterator[str]:
         step = 1 if self.most is None else max(1, len(self.corpus) * SHARD // self.most)
-        left = self.most
-        for shard in range(0, len(self.corpus), step):
+        shards, taken = range(0, len(self.corpus), step), 0
+        for number, shard in enumerate(shards, 1):
             for piece in self.corpus.read(shard):
                 yield piece.text
-                left = None if left is None else left - len(piece.text)
-                if left is not None and left <= 0:
-                    return
+                taken += len(piece.text)
+                if self.most is not None and taken * len(shards) >= self.most * number:
+                    break  # the shards so far have given their shares
 
 
 class Files(Corpus):
@@ -235,7 +235,7 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
             f"data.path: {root} is a table, expected .txt, .jsonl or .parquet; data.name=labelled_text reads tables of "
             "texts with labels, for task sequence_classification"
         )
-    files = [root] if root.is_file() else [Path(folder) / name for folder, names in walk(root) for name in names]
+    files = [root] if root.is_file() else files_of_split(root, subset, split)
     if any(p.suffix in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
         cards = [p for p in files if p.suffix == ".md"]
         files = [p for p in files if p not in cards]
@@ -250,6 +250,37 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
         found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
         raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or only .parquet files")
     return Files(texts, document=document, column=column)
+
+
+def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
+    """Return the files under `root` without those that are named as files of another split than `split`.
+
+    In a clone from the Hub, each configuration may have a folder of parquet files, of which `subset` is read.
+
+    Raises:
+        ConfigError: There are several configurations or splits, but not the one that is set.
+    """
+    files = [(Path(folder) / name).relative_to(root) for folder, names in walk(root) for name in names]
+    tables = [f for f in files if f.suffix == ".parquet" and len(f.parts) > 1]
+    subsets = sorted({f.parts[0] for f in tables if split_of(f.relative_to(f.parts[0])) == split})
+    if subset in subsets:
+        root, files = root / subset, [f.relative_to(subset) for f in files if f.parts[0] == subset]
+    elif len(subsets) > 1:
+        raise ConfigError(f"data.subset: {root} has {', '.join(subsets)}, {nearest(str(subset), subsets)}")
+
+    splits: dict[str | None, list[Path]] = {None: []}
+    for file in files:
+        splits.setdefault(split_of(file), []).append(root / file)
+    others = sorted(name for name in splits if name not in (None, split))
+    if split in splits:
+        if others:
+            log.info("%s: split '%s' is read, without %s", root, split, ", ".join(others))
+        return splits[None] + splits[split]
+    if split != "train" or (len(others) > 1 and all(f.suffix == ".parquet" for f in splits[others[0]])):
+        raise ConfigError(
+            f"data.source: {root} has no files of a split {split!r}, only of {', '.join(others) or 'none'}"
+        )
+    return [root / file for file in files]
 
 
 def cut(part: Slice, border: bytes) -> tuple[bytes, int]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path
-from data.text.sequences import READERS, LabelledConfig, LabelledSequences, Sequences, fingerprint, read_rows
+from data.text.sequences import KINDS, LabelledConfig, LabelledSequences, Sequences, fingerprint, read_rows
+from data.text.tables import number_in
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
 from lion.config import ConfigError, setting
@@ -106,11 +107,12 @@ class Glue(LabelledSequences):
 
     def label(self, value: Any, where: str) -> int | float:
         classes, (least, most) = self.task.classes, NUMBERS
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if classes and number and value == int(value) and 0 <= value < len(classes):
-            return int(value)
-        if not classes and number and least <= value <= most:
-            return float(value)
+        number = number_in(value) if isinstance(value, str) else value  # cells of tables are text
+        valued = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+        if classes and valued and number == int(number) and 0 <= number < len(classes):
+            return int(number)
+        if not classes and valued and least <= number <= most:
+            return float(number)
         valid = ", ".join(f"{i} ({name})" for i, name in enumerate(classes)) or f"a number from {least} to {most}"
         raise ConfigError(f"{where}: label: {value!r} is not a label of {self.config.task}, valid: {valid}")
 
@@ -128,9 +130,9 @@ class Glue(LabelledSequences):
             there = [name for name in TASKS if (root / name).is_dir()]
             has = f"{root} has {', '.join(there)}" if there else f"{root} has no GLUE task"
             raise ConfigError(f"data set 'glue': no folder {folder} (data.path is the folder of the tasks); {has}")
-        found = next((folder / f"{split}{end}" for end in READERS if (folder / f"{split}{end}").is_file()), None)
+        found = next((folder / f"{split}{end}" for end in KINDS if (folder / f"{split}{end}").is_file()), None)
         if found is None:
-            raise ConfigError(f"data set 'glue': no {split}.jsonl (or {', '.join([*READERS][1:])}) in {folder}")
+            raise ConfigError(f"data set 'glue': no {split}.jsonl (or {', '.join(KINDS[1:])}) in {folder}")
         return found
 
     def has(self, split: str) -> bool:

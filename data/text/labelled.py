@@ -15,7 +15,7 @@ from typing import Any
 from data.base import user_path
 from data.hub import import_datasets, readable
 from data.text.sequences import (
-    READERS,
+    KINDS,
     LabelledConfig,
     LabelledSequences,
     Row,
@@ -24,6 +24,7 @@ from data.text.sequences import (
     read_rows,
 )
 from data.text.store import KeepsTokenizer, read_tokenizer
+from data.text.tables import DIALECTS, number_in
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
@@ -146,9 +147,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         config = self.config
         if config.path is None:
             raise ConfigError("data.path: missing, expected a folder, a file or a Hub id")
-        path, kinds = user_path(config.path), ", ".join(READERS)
+        path, kinds = user_path(config.path), ", ".join(KINDS)
         if path.is_file():
-            if path.suffix not in READERS:
+            if path.suffix not in KINDS:
                 raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
             return {"train": (path, None, "train")}
         if path.is_dir():
@@ -191,11 +192,11 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         return found
 
     @functools.cached_property
-    def place(self) -> dict[Any, int]:
-        """The number of each class by its label in the training rows; empty: labels are numbers to predict.
+    def labels(self) -> list[Any]:
+        """The labels of all training rows, as they were read.
 
         Raises:
-            ConfigError: Labels that are neither classes nor numbers.
+            ConfigError: There is no such column, or it holds the text.
         """
         every = [*self.rows["train"], *(() if "val" in self.places else self.rows["val"])]
         _, first = every[0]
@@ -203,7 +204,40 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             raise ConfigError(
                 f"data.label_column: no column {self.label_column!r}, {nearest(self.label_column, first)}"
             )
-        values = [row.get(self.label_column) for _, row in every]
+        if self.label_column in self.columns:
+            raise ConfigError(f"data.label_column: {self.label_column!r} is the text, expected the column of the label")
+        return [row.get(self.label_column) for _, row in every]
+
+    @functools.cached_property
+    def numeric(self) -> bool:
+        """Whether the training labels are numbers, also as the cells of a table, which are text.
+
+        Raises:
+            ConfigError: A column of fractions holds something else.
+        """
+        source = self.places["train"][0]
+        cells = isinstance(source, Path) and source.suffix in DIALECTS
+        numbers = [number_in(x) if cells and isinstance(x, str) else x for x in self.labels]
+        odd = [x for x, value in zip(self.labels, numbers) if not isinstance(value, (int, float))]
+        if odd and any(isinstance(value, float) and not value.is_integer() for value in numbers):
+            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r} among numbers")
+        return not odd
+
+    def typed(self, value: Any) -> Any:
+        """Return a label as a number if the training labels are numbers, and else as it was read."""
+        if not self.numeric or not isinstance(value, str):
+            return value
+        number = number_in(value)
+        return value if number is None else number
+
+    @functools.cached_property
+    def place(self) -> dict[Any, int]:
+        """The number of each class by its label in the training rows; empty: labels are numbers to predict.
+
+        Raises:
+            ConfigError: Labels that are neither classes nor numbers.
+        """
+        values = [self.typed(label) for label in self.labels]
         if odd := [value for value in values if not isinstance(value, (str, int, float)) or value == ""]:
             raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, expected classes or numbers")
         labels = set(values)
@@ -224,13 +258,15 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
 
     def is_label(self, value: Any) -> bool:
+        value = self.typed(value)
         if self.place:
             return isinstance(value, (str, int, float)) and value in self.place
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
     def label(self, value: Any, where: str) -> int | float:
-        if self.is_label(value):
-            return self.place[value] if self.place else float(value)
+        typed = self.typed(value)
+        if self.is_label(typed):
+            return self.place[typed] if self.place else float(typed)
         if not self.place:
             raise ConfigError(f"{where}: {self.label_column}: expected a number, got {value!r}")
         raise ConfigError(
@@ -241,7 +277,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
 def first_file(folder: Path, stems: Sequence[str]) -> Path | None:
     """Return the first file NAME.SUFFIX with one of the names, in their order, and a suffix that can be read."""
-    files = (folder / f"{stem}{suffix}" for stem in stems for suffix in READERS)
+    files = (folder / f"{stem}{suffix}" for stem in stems for suffix in KINDS)
     return next((file for file in files if file.is_file()), None)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from data.base import DataConfig, DataSet
 from data.hub import import_datasets, readable
+from data.text.tables import DIALECTS, table_rows
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Batch, DeviceDataset, moved
@@ -22,8 +23,9 @@ from lion.samples.order import Order, Sequential, Shuffled
 from lion.samples.sequences import SHAPES, padded_length
 from lion.samples.text import LabelledTextInfo
 
-# readers of `datasets` by file suffix
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+# readers of the `datasets` library by file suffix
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS = (*READERS, *DIALECTS)  # suffixes of files that can be read
 AT_ONCE = 10_000  # texts that are tokenized in one call
 
 Row = tuple[str, dict[str, Any]]  # (location, values by column)
@@ -226,21 +228,21 @@ def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Ro
 
 
 def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
-    """Open a file as a stream, or a split of a Hub id, with the `datasets` library."""
+    """Open a file as a stream, or a split of a Hub id."""
+    if isinstance(source, Path) and source.suffix in DIALECTS:
+        return table_rows(source)
     datasets = import_datasets()
     if not isinstance(source, Path):
         return datasets.load_dataset(source, subset, split=split)
     options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
-    if READERS[source.suffix] == "csv":
-        options |= {"keep_default_na": False}  # "None" and "NA" are words
-        options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
     return datasets.load_dataset(READERS[source.suffix], **options)
 
 
 def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
     with readable(source, isinstance(source, Path)):
-        return getattr((open_rows(source, subset, split).features or {}).get(column), "names", ())
+        features = getattr(open_rows(source, subset, split), "features", None) or {}
+        return getattr(features.get(column), "names", ())
 
 
 def cut(first: int, second: int, room: int) -> tuple[int, int]:

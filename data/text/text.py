@@ -58,7 +58,7 @@ class TextConfig(DataConfig):
         root: Folder of the token files; null: `text` in the data root.
         workers: Number of processes that tokenize; null: one per core.
         path: A file or folder of txt, jsonl or parquet files, a Hub id, or the folder of an existing token file.
-        subset, source: Configuration and split of a Hub id.
+        subset, source: Configuration and split of a Hub id, or of a folder with files named like those of a Hub id.
         column: Column of the text; null: detected.
         document: Unit that is a document in plain text: a `line`, a `paragraph` or a whole `file`.
         tokenizer: `bytes`; `characters` of the text; `wordpiece` or `bpe`, trained on the text to `vocabulary` tokens;

@@ -12,15 +12,13 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path
-from data.hub import import_datasets, readable
+from data.hub import TEST, VAL, import_datasets, readable, split_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
 
 datasets = import_datasets()
 log = logging.getLogger("lion")
-
-VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
 
 
 @dataclass
@@ -89,17 +87,12 @@ def load_splits(config: HubConfig) -> Any:
 
 
 def by_split(root: Path, train: str) -> dict[str, list[str]]:
-    """Group the parquet files under `root` by split, as on the Hub.
-
-    The name of the file, or else of a folder above, begins with the name of the split; files without one are train.
-    """
+    """Group the parquet files under `root` by split, as on the Hub; files that name no split are those of `train`."""
     found: dict[str, list[str]] = {}
     # neither folders nor pipes
     for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):
-        parts = reversed(file.relative_to(root).parts)
-        name = next((n for part in parts for n in (train, *VAL, *TEST) if part.startswith(n)), train)
-        found.setdefault(name, []).append(str(file))
-    return found
+        found.setdefault(split_of(file.relative_to(root)) or train, []).append(str(file))
+    return found if train in found or len(found) != 1 else {train: next(iter(found.values()))}
 
 
 def check_links(root: Path) -> None:

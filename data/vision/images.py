@@ -59,7 +59,7 @@ class PictureConfig(DataConfig):
     pad: int = setting(0, min=0, max=1024)
     flip: float = setting(0.5, min=0, max=1)
     rand_augment: str | None = None
-    crop: float = setting(0.875, above=0, max=1)
+    crop: float = setting(0.875, min=0.1, max=1)
     repeats: int = setting(1, min=1)
     val_split: float | None = setting(None, min=0.001, max=0.9)
     limit: int | None = setting(None, min=1)
@@ -67,8 +67,8 @@ class PictureConfig(DataConfig):
 
     def __post_init__(self) -> None:
         low, high = self.random_scale
-        if self.image_size and not all(1 <= side <= 65_536 for side in self.image_size):
-            raise ValueError(f"image_size: expected sides of 1 to 65536 pixels, got {self.image_size}")
+        if self.image_size and not all(1 <= side <= 16_384 for side in self.image_size):
+            raise ValueError(f"image_size: expected sides of 1 to 16384 pixels, got {self.image_size}")
         if not 0 < low <= high <= 1:
             raise ValueError(
                 f"random_scale: expected two shares of an image's area, the smaller first, got {(low, high)}"

@@ -70,6 +70,11 @@ class Task(ABC):
         return 1
 
     @property
+    def smallest_batch(self) -> int:
+        """The least number of samples of a micro-batch with which the loss is what the settings describe."""
+        return 1
+
+    @property
     def metric(self) -> Metric:
         """Metric that selects the `best` checkpoint."""
         return self.metrics[0]

@@ -23,7 +23,7 @@ from lion.tasks.metrics import Mean, Metric
 LOSS = replace(metrics.LOSS, digits=4)
 TIME_RANGES = 4  # of the range of times, each with a loss: the first has the finest detail, the last nearly only noise
 PART_LOSSES = tuple(
-    Mean(f"loss_part{i}", f"loss, part {i} of {TIME_RANGES} of times", higher_is_better=False, digits=4)
+    Mean(f"loss_part{i}", f"loss, part {i} of {TIME_RANGES} of times", higher_is_better=False, digits=4, partial=True)
     for i in range(1, TIME_RANGES + 1)
 )
 HALF_RANGE = 127.5  # half the range of a pixel: [-1, 1] maps to 0 to 255

@@ -88,6 +88,10 @@ class ImageClassification(Task):
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
+    @property
+    def smallest_batch(self) -> int:
+        return 1 if self.mix is None else 2  # images are mixed with others of their micro-batch
+
     @staticmethod
     def metrics_of(config: ImageClassificationConfig) -> tuple[Metric, ...]:
         return TOP1, TOP5, LOSS

@@ -25,6 +25,7 @@ class Metric:
         higher_is_better: Whether larger values are better.
         percent: Whether values are shown times 100.
         digits: Shown digits after the decimal point.
+        partial: Whether a split may have no samples of it; the value is then NaN.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Metric:
     higher_is_better: bool = field(default=True, kw_only=True)
     percent: bool = field(default=False, kw_only=True)
     digits: int = field(default=2, kw_only=True)
+    partial: bool = field(default=False, kw_only=True)
 
     rows: ClassVar[tuple[str, ...]] = ()  # names of the outcome's rows that the metric needs
 

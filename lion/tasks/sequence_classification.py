@@ -142,7 +142,8 @@ class SequenceClassification(LanguageTask):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, classes), or numbers (B, 1)."""
-        types = batch.get("types") if unwrapped(model).types is not None else None
+        embedded = unwrapped(model).types
+        types = batch.get("types") if embedded is not None and embedded.num_embeddings > 1 else None
         return model(batch["tokens"], batch.get("segments"), types).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:

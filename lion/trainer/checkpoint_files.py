@@ -170,9 +170,9 @@ def newest(
             )
 
 
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, so that its step can be saved again; nothing is deleted."""
-    names = (path.with_name(f"damaged-{path.name}{suffix}") for suffix in ("", *(f".{n}" for n in range(1, 10_000))))
+def set_aside(path: Path, prefix: str = "damaged") -> None:
+    """Rename a checkpoint that is not used, so that its step can be saved again; nothing is deleted."""
+    names = (path.with_name(f"{prefix}-{path.name}{suffix}") for suffix in ("", *(f".{n}" for n in range(1, 10_000))))
     os.rename(path, next(name for name in names if not name.exists()))
 
 

@@ -166,17 +166,26 @@ class Checkpointer:
             raise UnusableCheckpoint(f"{found.state}: a run cannot resume from it ({reason})") from error
         return plain
 
-    def best(self) -> dict[str, Any] | None:
-        """Return metric value and step of the best checkpoint, as stored in the checkpoint; None if there is none."""
+    def best(self, *, resumed: bool) -> dict[str, Any] | None:
+        """Return metric value and step of the best checkpoint, as stored in the checkpoint; None if there is none.
+
+        A run that did not resume sets aside the best checkpoint of an earlier attempt, whose data may have been others.
+        """
         best = None
         if self.runtime.main:
             try:
                 best = newest(self.run, "best", read=_record, repair=True)
             except ConfigError as error:
-                log.warning("%s; the search for the best checkpoint starts over", error)
-                for _, path in steps_of(self.run, "best"):
-                    set_aside(path)
+                self._start_over(str(error), "damaged")
+            if best is not None and not resumed:
+                self._start_over(f"best-{best['step']} is of an attempt without a checkpoint to resume from", "earlier")
+                best = None
         return self.runtime.agree(best)
+
+    def _start_over(self, reason: str, prefix: str) -> None:
+        log.warning("%s; the search for the best checkpoint starts over", reason)
+        for _, path in steps_of(self.run, "best"):
+            set_aside(path, prefix)
 
 
 def _record(found: Checkpoint) -> dict[str, Any]:

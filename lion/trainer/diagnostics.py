@@ -89,9 +89,8 @@ def nonfinite_steps(state: RunState) -> str | None:
     return f"no finite loss and gradient {where}, all skipped"
 
 
-def all_finite(results: list[dict[str, float]], weights: list[Tensor]) -> bool:
+def all_finite(metrics: list[float], weights: list[Tensor]) -> bool:
     """Return whether all metrics and all weights are finite."""
-    metrics = (value for part in results for value in part.values())
     return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
 
 

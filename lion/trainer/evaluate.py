@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -38,10 +39,14 @@ class Totals:
         Sums are added over processes before they are divided. Rows are concatenated in the order of the split.
         """
         flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
-        means = {name: flat[2 * i] / max(flat[2 * i + 1], 1) for i, name in enumerate(self.sums)}
+        means = {name: divided(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(self.sums)}
         each = runtime.sequence  # processes that share rows have the same outputs of rows
         rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())[::each]) for name, kept in self.rows.items()}
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
+
+
+def divided(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
 
 
 class FirstBatchKept:

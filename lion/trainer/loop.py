@@ -124,7 +124,8 @@ class Trainer:
             self.state.compiled = all(compile_blocks(model, memory_budget=budget) for model in self.models)
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
-        best, kept = self.checkpoints.best(), self.checkpoints.resume(self.state.restore)
+        kept = self.checkpoints.resume(self.state.restore)
+        best = self.checkpoints.best(resumed=kept is not None)
         if best is not None:  # may be newer than the checkpoint that the run resumes from
             self.state.best = best
         if kept is not None:
@@ -263,7 +264,8 @@ class Trainer:
             out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))
             out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
-        chosen_by = [results[kind] for kind in ("val", "val_ema") if kind in results]
+        names = [metric.name for metric in self.task.metrics if not metric.partial]
+        chosen_by = [results[kind][name] for kind in ("val", "val_ema") if kind in results for name in names]
         if self.runtime.any(not all_finite(chosen_by, local(list(self.model.parameters()))))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"
             if state.finished:

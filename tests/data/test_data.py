@@ -456,6 +456,15 @@ def test_hf_parquet_in_split_folders(tmp_path):
     assert [len(s) for s in make("hf", path=str(tmp_path))[:3]] == [6, 2, 4]
 
 
+def test_hf_splits_of_other_names_are_not_for_training(tmp_path):
+    for split, count in (("train", 6), ("extra", 9), ("test", 4)):
+        parquet(tmp_path / "set" / f"{split}-00000-of-00001.parquet", count)
+    assert [len(s) for s in make("hf", path=str(tmp_path / "set"))[:2]] == [6, 4]
+    assert len(make("hf", path=str(tmp_path / "set"), train="extra").train) == 9
+    parquet(tmp_path / "one" / "values.parquet", 5)
+    assert [len(s) for s in make("hf", path=str(tmp_path / "one"), val_split=0.2)[:2]] == [4, 1]
+
+
 def test_hf_labels_that_are_not_classes(tmp_path, caplog):
     parquet(tmp_path / "train.parquet", 6)
     parquet(tmp_path / "validation.parquet", 4)

@@ -175,3 +175,42 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
         assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in line
     line = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
     assert "no file or folder" in line
+
+
+def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
+    """Readers that guess types by chunks find numbers in one part of a column and words in another."""
+    rows = [{"text": "one", "label": i % 2} for i in range(12_000)] + [{"text": "7", "label": "unknown"}]
+    built = labelled(write(tmp_path / "mixed.csv", rows), val_split=0.5).build()
+    assert built.info.classes == ("0", "1", "unknown") and len(built.train) + len(built.val) == len(rows)
+    coded = [{"text": "x", "label": label} for label in ("7", "007") * 20]
+    assert labelled(write(tmp_path / "coded.csv", coded)).build().info.classes == ("007", "7")
+    write(tmp_path / "train.csv", [{"text": "x", "label": f"{i}"} for i in [*range(11)] * 4])
+    (tmp_path / "validation.jsonl").write_text('{"text": "x", "label": 10}\n')
+    built = labelled(tmp_path).build()
+    assert built.info.classes == tuple(map(str, range(11))) and built.val.labels.tolist() == [10]
+    scores = [{"text": "x", "label": label} for label in ("0.5", "1", "2e-1", "none")]
+    with pytest.raises(ConfigError, match="'label' holds 'none' among numbers"):
+        labelled(write(tmp_path / "scores.csv", scores), val_split=0.5).build()
+
+
+def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("text,label\nnice film,pos\nnice film, really,pos\n")
+    with pytest.raises(ConfigError, match=r"own.csv, line 3: expected 2 columns as in the header, got 3; a text with"):
+        labelled(file).build()
+    file.write_text('text,label\n"never closed,pos\n')
+    with pytest.raises(ConfigError, match=r"own.csv: not a table of text in UTF-8 .unexpected end of data"):
+        labelled(file).build()
+    file.write_text("text,text\na,b\n")
+    with pytest.raises(ConfigError, match="two columns have one name in the header: text, text"):
+        labelled(file).build()
+    file.write_bytes(b"text,label\n\xff,pos\n")
+    with pytest.raises(ConfigError, match=r"own.csv: not a table of text in UTF-8"):
+        labelled(file).build()
+    tabs = tmp_path / "own.tsv"
+    tabs.write_text("text\tlabel\n" + '"hi" he said\tpos\n"so bad\tneg\n\n' * 10)
+    built = labelled(tabs).build()
+    assert len(built.train) + len(built.val) == 20
+    assert {'[CLS]"hi" he said[SEP]', '[CLS]"so bad[SEP]'} == set(texts_of(built.train)), "quotes are text"
+    with pytest.raises(ConfigError, match=r"data.label_column: 'text' is the text"):
+        labelled(tabs, label_column="text").build()

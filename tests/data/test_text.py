@@ -996,3 +996,56 @@ def test_tokens_of_a_large_vocabulary_take_four_bytes(tmp_path):
     tokens = Tokens(tmp_path, "train", 70_000)
     assert tokens.ids.tolist() == [1, 69_999, 5] and tokens.ends.tolist() == [2, 3]
     assert isinstance(tokens.ids, np.memmap)
+
+
+def clone(root: Path, *subsets: str) -> Path:
+    """Write parquet files as in a clone of a data set of the Hub, each with one text that names its place."""
+    for subset in subsets:
+        (root / subset).mkdir(parents=True, exist_ok=True)
+        for split in ("train", "validation", "test"):
+            table = pa.table({"text": [f"{subset} {split}"]})
+            pq.write_table(table, root / subset / f"{split}-00000-of-00001.parquet")
+    return root
+
+
+def texts_of_corpus(path: Path, subset: str | None = None, split: str = "train") -> list[str]:
+    return sorted(corpora.open_corpus(str(path), document="file", column=None, subset=subset, split=split).texts())
+
+
+def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
+    two = clone(tmp_path / "two", "raw", "small")
+    assert texts_of_corpus(two, "raw") == ["raw train"]
+    assert texts_of_corpus(two, "small", "test") == ["small test"]
+    with pytest.raises(ConfigError, match=r"data.subset: .* has raw, small, did you mean 'raw'"):
+        texts_of_corpus(two, "row")
+    with pytest.raises(
+        ConfigError, match=r"data.source: .* no files of a split 'dev', only of test, train, validation"
+    ):
+        texts_of_corpus(two, "raw", "dev")
+    one = clone(tmp_path / "one", "data")
+    (one / "README.md").write_text("A card.")
+    assert texts_of_corpus(one, "raw") == ["data train"], "a single configuration needs no name"
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for name in ("train.txt", "valid.txt", "test.txt", "notes.txt"):
+        (plain / name).write_text(name)
+    assert texts_of_corpus(plain) == ["notes.txt", "train.txt"]
+    (plain / "train.txt").unlink()
+    assert texts_of_corpus(plain) == ["notes.txt", "test.txt", "valid.txt"], "without a split for training, all"
+    with pytest.raises(ConfigError, match=r"no files of a split 'extra', only of test, valid"):
+        texts_of_corpus(plain, split="extra")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for i in range(2):
+        pq.write_table(pa.table({"text": [f"{i}"]}), shards / f"data-0000{i}-of-00002.parquet")
+    assert texts_of_corpus(shards) == ["0", "1"], "a single name is no split"
+
+
+def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "SHARD", 100)  # a file of a table may be larger
+    for i in range(4):
+        pq.write_table(pa.table({"text": [f"{i}" * 100] * 50}), tmp_path / f"{i}.parquet")
+    taken = list(
+        corpora.open_corpus(str(tmp_path), document="file", column=None, subset=None, split="train").texts(1000)
+    )
+    assert {text[0] for text in taken} == set("0123") and 1000 <= sum(map(len, taken)) < 1500

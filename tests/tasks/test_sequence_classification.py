@@ -133,9 +133,10 @@ def test_padding_changes_no_logit(mixer):
 def test_types_reach_a_model_that_has_embeddings_for_them():
     own, data = task(), batch([3, 4])
     other = {**data, "types": 1 - data["types"]}
-    with_types, without = model(own, token_types=2), model(own)
+    with_types, without, single = (model(own, token_types=types) for types in (2, 0, 1))
     assert not torch.allclose(own.outputs(with_types, data), own.outputs(with_types, other))
-    assert torch.equal(own.outputs(without, data), own.outputs(without, other))
+    for net in (without, single):
+        assert torch.equal(own.outputs(net, data), own.outputs(net, other))
 
 
 def test_an_evaluation_counts_real_samples_alone():

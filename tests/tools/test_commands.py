@@ -209,6 +209,8 @@ def test_init_from_brings_another_head(tmp_path):
     assert here("train", tiny_recipe(tmp_path, "tuned", **changes), "--no-eval") == 0
     new = lion.load(tmp_path / "runs" / "tuned").state_dict()
     assert all(torch.allclose(new[k], old[k], atol=1e-6) for k in old)
+    shutil.rmtree(tmp_path / "runs" / "tiny")
+    assert here("train", tiny_recipe(tmp_path, "tuned", **changes), "--no-eval") == 0, "it has weights of its own"
 
 
 def test_init_from_another_grid_interpolates_positions(tmp_path, caplog, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lion.samples.seeds import derive
+from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import newest
 from lion.trainer.evaluate import Totals, evaluate
@@ -44,6 +45,12 @@ def test_rows_are_kept_only_where_a_metric_needs_them():
     batch = {"x": torch.randn(3, 4), "label": torch.tensor([0, 1, 0]), "mask": torch.tensor([True, True, False])}
     totals.add(task.evaluate(toys.Net(), batch), batch["mask"])
     assert not totals.rows and list(totals.sums) == ["loss"] and list(totals.values(CPU)) == ["perplexity"]
+
+
+def test_a_mean_of_no_samples_is_not_a_number():
+    totals = Totals([toys.METRICS["perplexity"]])
+    totals.add(Outcome({"loss": (torch.tensor(0.0), torch.tensor(0))}, torch.zeros(1)), torch.tensor([False]))
+    assert math.isnan(totals.values(CPU)["perplexity"])
 
 
 class Sampler(toys.Sides):

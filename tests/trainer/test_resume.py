@@ -21,6 +21,7 @@ from lion.trainer.checkpoint_files import (
     seal,
     steps_of,
     verified,
+    write_manifest,
 )
 from lion.trainer.faults import RunError
 from lion.trainer.state import KEPT, RunState, reproducibility_text
@@ -208,6 +209,23 @@ def test_damaged_best_weights_stop_no_run(tmp_path, caplog):
     assert "the search for the best checkpoint starts over" in caplog.text
     assert t.state.best["step"] == 6 and newest(tmp_path / "run", "best").step == 6
     assert (tmp_path / "run" / FOLDER / "damaged-best-3").is_dir()
+
+
+def test_the_best_of_an_attempt_without_a_checkpoint_is_set_aside(tmp_path, caplog):
+    """A kill before the first checkpoint leaves the best one alone, of data that may change before the next attempt."""
+    path = tiny_recipe(tmp_path)
+    straight = train(path, tmp_path / "a")
+    train(path, tmp_path / "b", stop_at=4)
+    for _, last in steps_of(tmp_path / "b", "last"):
+        shutil.rmtree(last)
+    best = checkpoint(tmp_path / "b", 3, "best")
+    state = torch.load(best / STATE)
+    state["best"]["value"] = 1e9 if straight.task.metric.higher_is_better else -1e9
+    torch.save(state, best / STATE)
+    write_manifest(best, [best / STATE], sharded=False)
+    again = train(path, tmp_path / "b")
+    assert again.state.best == straight.state.best and "of an attempt without a checkpoint" in caplog.text
+    assert best.with_name("earlier-best-3").is_dir()
 
 
 def test_the_newest_few_are_kept_and_interrupted_saves_swept(tmp_path):

@@ -1,0 +1,47 @@
+"""Rows of CSV and TSV files. All cells are text: what a column holds is decided by its reader, for all rows at once."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from lion.config import ConfigError
+
+# keyword arguments of `csv.reader` by file suffix; in TSV files, quotes are characters like others
+DIALECTS = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
+NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+
+
+def table_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows below the header of a CSV or TSV file, by column; blank lines are no rows.
+
+    Raises:
+        ConfigError: The file is not such a table.
+    """
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, **DIALECTS[path.suffix])
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise ConfigError(f"{path}: two columns have one name in the header: {', '.join(header)}")
+            for cells in reader:
+                if cells and len(cells) != len(header):
+                    quotes = "; a text with commas needs quotes" if path.suffix == ".csv" else ""
+                    found = f"expected {len(header)} columns as in the header, got {len(cells)}{quotes}"
+                    raise ConfigError(f"{path}, line {reader.line_num}: {found}")
+                if cells:
+                    yield dict(zip(header, cells))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: not a table of text in UTF-8 ({error})") from None
+
+
+def number_in(text: str) -> int | float | None:
+    """Return the number that a cell holds; None for other text, such as 007, which would be the number 7."""
+    found = NUMBER.fullmatch(text)
+    if found is None:
+        return None
+    return float(text) if found[2] or found[3] else int(text)
