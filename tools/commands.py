@@ -74,7 +74,7 @@ COMMANDS = {
         "--out",
     ),
     "glue": Command(
-        "RUN --recipe bert24|m2_base|m2_large|hydra|modified [--dry-run]",
+        "RUN --recipe bert24|m2_base|m2_large|hydra|modified|cramming|lightnet [--dry-run]",
         "fine-tune a masked language model on GLUE",
         "tools.glue",
         "--recipe --tasks --seeds --no-mnli --cited --jobs --name --tokenizer --dry-run",

@@ -98,7 +98,9 @@ def main(argv: list[str]) -> int:
     runtime, features = start_runtime(), None
     if args.features:
         features = (TorchScriptFeatures if Path(args.features).suffix == ".pt" else ClassifierFeatures)(args, runtime)
-    made, run = open_samples(args, runtime, features)
+    generating = ("keep", "checkpoint", "raw", "steps", "guidance")
+    changed = [name for name in generating if getattr(args, name) != parser.get_default(name)]
+    made, run = open_samples(args, runtime, features, changed)
     if run and not args.out:
         check_folder("RUN", run.folder)
     out = args.out or (run and run.folder / FIGURES)
@@ -198,12 +200,16 @@ class TorchScriptFeatures:
         return found, None
 
 
-def open_samples(args: Any, runtime: Runtime, features: Any) -> tuple[Pictures, LoadedRun | None]:
-    """Return the images to evaluate, and the run that generates them, or None."""
+def open_samples(args: Any, runtime: Runtime, features: Any, changed: list[str]) -> tuple[Pictures, LoadedRun | None]:
+    """Return the images to evaluate, and the run that generates them, or None.
+
+    Raises:
+        ConfigError: Images of a folder or file, but options of generation were `changed`.
+    """
     path, channels = Path(args.samples_of), features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
-        if args.keep:
-            raise ConfigError(f"--keep: {path} is not a run, nothing is generated")
+        if changed:
+            raise ConfigError(f"--{changed[0]}: {path} is not a run, nothing is generated")
         return images_of_path(path, args.samples, args.batch, args.seed, channels), None
     folder = find_run(args.samples_of)
     loaded = open_diffusion(folder, args.checkpoint, args.raw)

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         "--choices", type=Path, metavar="FILE.jsonl", help="evaluate the multiple-choice questions of this file"
     )
     parser.add_argument(
-        "--tokens", type=count, default=2**18, help="with --lengths: most tokens of held-out text to use"
+        "--tokens", type=count, help="with --lengths: most tokens of held-out text to use (default: 262144)"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths: folder for the results and a plot")
     parser.add_argument(
@@ -67,8 +67,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--choices: the file brings its own text, leave {'--lengths' if args.lengths else '--split'} out"
         )
-    if args.out and not args.lengths:
-        raise ConfigError("--out: only the results of --lengths are written to a folder")
+    for name in ("out", "tokens"):
+        if getattr(args, name) and not args.lengths:
+            raise ConfigError(f"--{name}: only for --lengths")
+    args.tokens = args.tokens or 2**18
     if args.processes > 1 and (args.choices or args.lengths):
         raise ConfigError(f"--processes: {'--choices' if args.choices else '--lengths'} runs in one process")
     if args.choices:

@@ -44,7 +44,13 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
     hidden = loaded.task.mask_id
     mask = tokenizer.inner.id_to_token(hidden)
     before, after = tokenizer.frame
-    first, *rest = (tokenizer.encode(part) for part in text.split(mask))
+    parts = text.split(mask)
+    added = tokenizer.inner.get_added_tokens_decoder().get(hidden)
+    if added is not None and added.lstrip:  # blanks before such a mask belong to it
+        parts[:-1] = [part.rstrip() for part in parts[:-1]]
+    if added is not None and added.rstrip:
+        parts[1:] = [part.lstrip() for part in parts[1:]]
+    first, *rest = map(tokenizer.encode, parts)
     if not rest:
         raise ConfigError(f"{text[:40]!r}: expected at least one {mask}, the token to predict")
     ids = [*before, *first, *(i for part in rest for i in (hidden, *part)), *after]

@@ -84,6 +84,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
     args = parser.parse_args(argv)
     if args.mixers:
+        if args.pattern:
+            raise ConfigError(f"--mixers: lists all mixers, leave {args.pattern!r} out")
         from tools.mixers import mixer_table
 
         print(mixer_table())

@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.chunk_size and args.form in (None, "full"):
-        raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
+        raise ConfigError("--chunk-size: add --form chunk or rnn, the forms that have chunks")
     folder = find_run(args.run)
     loaded = open_diffusion(folder, args.checkpoint, args.raw)
     out = where(args.out, loaded)
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     x = make(loaded, [label for label in classes for _ in range(args.count)], args)
     check_finite(x, folder)
     keep(out, x, args.count)
-    each = f"{args.steps} steps, guidance {args.guidance:g}, form {args.form}"
+    each = f"{args.steps} steps, guidance {args.guidance:g}" + (f", form {args.form}" if args.form else "")
     say(f"{len(x)} samples in {time.perf_counter() - started:.1f} s: {each}")
     print(f"{out}, by row: {', '.join(loaded.task.info.classes[label] for label in classes)}")
     return 0

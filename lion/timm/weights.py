@@ -35,7 +35,7 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     """Load a run of an image classifier as a model of timm, in evaluation mode on the CPU.
 
     Its logits for normalised images equal those of `lion.load`. `timm.data.resolve_model_data_config` returns the size,
-    mean and standard deviation of its images.
+    mean, standard deviation, crop and interpolation of the run's evaluation.
 
     Args:
         run: Run folder, or the name of one under `runs/`.
@@ -54,12 +54,14 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     except ValueError as error:
         raise ConfigError(f"{loaded.folder}: model.{error}") from None
     channels, *size = ours.image_shape
-    classes = len(ours.classes)
+    classes, data = len(ours.classes), loaded.recipe.data
+    whole = data.get("pad") or "crop" not in data  # evaluation then resizes images, and cuts nothing
     cfg = pretrained_cfg(
         config.mixer,
         num_classes=classes,
         input_size=ours.image_shape,
-        crop_pct=loaded.recipe.data.get("crop", 0.875),  # the default of the data sets that crop
+        crop_pct=1.0 if whole else data["crop"],
+        crop_mode="squash" if whole else "center",
         mean=tuple(ours.mean.flatten().tolist()),
         std=tuple(ours.std.flatten().tolist()),
         label_names=ours.classes,

@@ -111,6 +111,7 @@ def can_compile(backend: Any) -> bool:
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
     torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
     torch._dynamo.config.optimize_ddp = False  # it cuts graphs where gradients are sent: a block would be several

@@ -84,10 +84,11 @@ def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | Non
     found = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     if not found:
         raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
-    shape, prefix = (model.config.num_attention_heads,), f"{model.base_model_prefix}."
+    prefix = f"{model.base_model_prefix}."
     saved = {} if folder is None else saved_decays(Path(folder))
     saved = {name.removeprefix(prefix): a for name, a in saved.items()}
     for name, module in found.items():
+        shape = (getattr(module, "config", model.config).num_attention_heads,)  # models of two towers have two configs
         a = torch.randn(shape) if folder is None else saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
         if a is None or a.shape != shape:
             raise ValueError(f"add_decays: {folder} does not have {shape[0]} decays for {name}")

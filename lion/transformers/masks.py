@@ -59,6 +59,8 @@ def segments_of(
         documents = None if position_ids is None else starts_of(position_ids, valid, shape)
     if documents is None:
         return None if valid is None else valid.long() - 1
+    if position_ids is not None and not (seq_idx is None and cu_seq_lens_q is None):
+        check_positions(position_ids, documents, valid, shape)
     return documents if valid is None else documents.masked_fill(~valid, -1)
 
 
@@ -87,15 +89,30 @@ def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]
     Raises:
         ValueError: Positions that do not count the tokens of each document from 0.
     """
-    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
-        raise ValueError(f"position_ids: expected the shape {shape}, got {tuple(position_ids.shape)}")
+    check_shape(position_ids, shape)
     positions = position_ids.expand(shape)
     start = positions == 0 if valid is None else (positions == 0) & valid
     documents = start.cumsum(1)
+    check_positions(position_ids, documents, valid, shape)
+    return None if may_wait(positions.device) and (documents <= 1).all() else documents
+
+
+def check_shape(position_ids: Tensor, shape: tuple[int, int]) -> None:
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
+        raise ValueError(f"position_ids: expected the shape {shape}, got {tuple(position_ids.shape)}")
+
+
+def check_positions(position_ids: Tensor, documents: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
+    """Check that positions count the tokens of each document (B, L) from 0.
+
+    Raises:
+        ValueError: They do not.
+    """
+    check_shape(position_ids, shape)
+    positions = position_ids.expand(shape)
     segments = documents if valid is None else documents.masked_fill(~valid, -1)
     expected = Layout.of(positions.new_empty(*shape, 0), segments=segments).positions
     same = (positions == expected) if valid is None else (positions == expected) | ~valid
     message = "position_ids: expected positions that count the tokens of each document from 0"
     if not holds(same.all(), message):
         raise ValueError(f"{message}; other positions cannot be expressed")
-    return None if may_wait(positions.device) and (documents <= 1).all() else documents

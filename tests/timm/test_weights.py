@@ -4,6 +4,8 @@ import argparse
 
 import pytest
 import torch
+from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor
 
 import lion
 from lion.config import ConfigError
@@ -78,6 +80,10 @@ def test_a_trained_run_in_timm(tmp_path, capsys):
     data = timm.data.resolve_model_data_config(model)
     assert data["input_size"] == (1, 8, 8) and data["interpolation"] == "bicubic"
     assert data["mean"] == pytest.approx(info.mean) and data["std"] == pytest.approx(info.std)
+    picture = Image.effect_mandelbrot((8, 8), (-2, -1, 1, 1), 50)
+    prepared = timm.data.create_transform(**data, is_training=False)(picture)
+    mean, std = torch.tensor(info.mean)[:, None, None], torch.tensor(info.std)[:, None, None]
+    torch.testing.assert_close(prepared, (pil_to_tensor(picture) / 255 - mean) / std)  # as in the run, nothing is cut
     assert model.num_classes == 10 and model.pretrained_cfg["label_names"] == info.classes
     assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.1)
 

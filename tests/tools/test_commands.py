@@ -302,6 +302,7 @@ def test_list_is_a_command_of_its_own(capsys):
         assert words in capsys.readouterr().out
     assert here("list", "quickstart") == 0 and "98 top-1" in capsys.readouterr().out
     assert here("list", "--mixers") == 0 and "lion_s_vector" in capsys.readouterr().out
+    assert "--mixers: lists all mixers, leave 'gla' out" in refuse(capsys, "list", "gla", "--mixers")
     assert "required: recipe" in refuse(capsys, "show")
     assert "row matches, ./run.sh list prints all recipes\n" in refuse(capsys, "list", "0" * 30)
 

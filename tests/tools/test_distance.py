@@ -234,6 +234,8 @@ def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real
         ([some, *judge, f"data.root={tmp_path}", "data.workers=x"], "data.workers"),
         ([some, *judge, "--reference", some, "data.workers=0"], "data.workers=0: no data set is read"),
         ([some, *judge, "--keep", tmp_path], "some.npz is not a run, nothing is generated"),
+        ([some, *judge, "--steps", 7], "--steps: "),
+        ([some, *judge, "--raw"], "some.npz is not a run, nothing is generated"),
         ([some, *judge, "--samples", 5], "--samples: expected at least 20, got 5"),
         ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is not a TorchScript module"),
         ([some, "--features", tmp_path / "bad.pt"], "bad.pt is not a TorchScript module"),

@@ -1,14 +1,16 @@
 """Tests of `predict` with a masked language model: tokens for masks in text."""
 
 import pytest
+import tokenizers
 import torch
 
 import lion
-from data.text.tokenizers import open_tokenizer
+from data.text.tokenizers import Tokenizer, open_tokenizer
 from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
 from tools.compose import make_task, resolve
 from tools.convert import write_run
+from tools.export.transformers import dressed
 from tools.fill_mask import shown
 
 
@@ -46,6 +48,18 @@ def test_the_likeliest_tokens_stand_for_each_mask(run, capsys):
     for row, found in zip(rows, wanted):
         answers = [f"{tokenizer.decode([i])} {100 * p:.1f}%" for p, i in zip(found.values.tolist(), found.indices)]
         assert row.split() == row.split()[:-4] + " ".join(answers).split()
+
+
+def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, monkeypatch):
+    """Byte-level tokenizers of RoBERTa's kind give the blank before a word to the word, and so to the mask."""
+    inner = tokenizers.Tokenizer.from_str(open_tokenizer("bytes").inner.to_str())
+    inner.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
+    monkeypatch.setattr("tools.fill_mask.open_tokenizer_of", lambda _: Tokenizer("bytes", inner))
+    assert here("predict", run, "a [MASK] b", "a[MASK] b", "--top", 3) == 0
+    _, _, blank, none = capsys.readouterr().out.splitlines()
+    assert blank.split()[3:] == none.split()[2:]
+    exported = dressed(Tokenizer("bytes", inner))[0].get_added_tokens_decoder()
+    assert {token.content: token.lstrip for token in exported.values()}["[MASK]"]
 
 
 def test_blanks_and_bytes_are_seen():

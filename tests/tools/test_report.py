@@ -21,6 +21,7 @@ from tools.report.paper import claims_about, published
 from tools.report.runs import group, place
 from tools.report.section import Section, as_section, judged, markdown
 from tools.report.tables import comparisons, noise_of, result_table
+from tools.store import Store
 
 ABOUT = claims_about("image_classification")
 KINDS = {
@@ -291,6 +292,24 @@ def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
     (tmp_path / "image_classification.json").write_text('{"softmax": []}')
     line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
     assert "image_classification.json: not a report of this command; --fresh starts over" in line
+
+
+def test_reports_written_at_once_keep_each_other(runs, tmp_path, monkeypatch):
+    """Another command adds a section between the first reading of the report and its lock."""
+    alone = Store.alone
+
+    def report(section, run):
+        return here("report", "--section", section, runs / run, "--out", tmp_path, "--name", "both")
+
+    def late(store):
+        monkeypatch.setattr(Store, "alone", alone)
+        assert report("B", "lion_s0") == 0
+        return store.alone()
+
+    monkeypatch.setattr(Store, "alone", late)
+    assert report("A", "softmax0") == 0
+    held = json.loads((tmp_path / "both.json").read_text())
+    assert {row["section"] for row in held["sections"]} == {"A", "B"} == {row["section"] for row in held["rows"]}
 
 
 def test_labels_distinguish_merges(runs):

@@ -100,7 +100,7 @@ def test_bad_requests(run, capsys, tmp_path):
     assert "steps: expected 1 to 1000, got 1001" in refuse(capsys, "sample", run, "--steps", 1001)
     assert "no folder" in refuse(capsys, "sample", run, "--out", tmp_path / "none" / "a.png")
     assert "images are written to FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
-    assert "--chunk-size: the full form" in refuse(capsys, "sample", run, "--chunk-size", 4)
+    assert "--chunk-size: add --form chunk or rnn" in refuse(capsys, "sample", run, "--chunk-size", 4)
     for option, value in (("--guidance", -1), ("--eta", 2), ("--count", 0), ("--form", "fast")):
         assert option in refuse(capsys, "sample", run, option, value)
 

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.models.clip.modeling_clip import CLIPAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lion.ops import Settings, linear_attention
@@ -159,6 +160,15 @@ def test_decays_are_saved_and_loaded(tmp_path):
     torch.testing.assert_close(model(ROWS[1][None]).logits, wanted.logits, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"add_decays: .*other does not have 4 decays for layers.0.self_attn"):
         add_decays(again, LlamaAttention, tmp_path / "other")
+
+
+def test_each_tower_of_a_model_has_decays_of_its_own_heads():
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    text = {**tower, "num_attention_heads": 2, "vocab_size": 40}
+    vision = {**tower, "num_attention_heads": 4, "image_size": 8, "patch_size": 4}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    add_decays(model, CLIPAttention)
+    assert [p.shape[0] for name, p in model.named_parameters() if name.endswith("lion_decay")] == [2, 4]
 
 
 def test_what_cannot_be_expressed_is_refused():

@@ -73,7 +73,7 @@ def test_padding_and_packed_rows_change_nothing(kind, name):
         return
     collate = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
     batch = collate([{"input_ids": row} for row in rows])
-    for names in (["position_ids"], ["seq_idx"], ["cu_seq_lens_q"]):
+    for names in (["position_ids"], ["seq_idx"], ["cu_seq_lens_q"], ["position_ids", "seq_idx"]):
         packed = output(model, batch["input_ids"], **{key: batch[key] for key in names})
         torch.testing.assert_close(packed[0], torch.cat(alone), rtol=0, atol=1e-11)
 
@@ -97,6 +97,8 @@ def test_what_cannot_be_expressed_is_refused():
     for positions in (torch.arange(6)[None] + 2, torch.tensor([[0, 1, 2, 4, 5, 6]])):
         with pytest.raises(ValueError, match=r"position_ids: .*count the tokens of each document from 0"):
             model(tokens, position_ids=positions)
+    with pytest.raises(ValueError, match=r"position_ids: .*count the tokens of each document from 0"):
+        model(tokens, position_ids=torch.arange(6)[None], seq_idx=torch.tensor([[0, 0, 1, 1, 1, 1]] * 2))
     with pytest.raises(ValueError, match="seq_idx: expected the shape"):
         model(tokens, seq_idx=torch.zeros(1, 6).int())
     with pytest.raises(ValueError, match="cu_seq_lens_q: expected packed documents in one row, got 2"):

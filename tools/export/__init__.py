@@ -48,7 +48,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where the data are now")
     parser.add_argument("--format", choices=FORMATS, default="hub", help="default: hub")
-    parser.add_argument("--length", type=count, metavar="N", help="tokens of the longest input of the program")
+    parser.add_argument(
+        "--length", type=count, metavar="N", help="tokens that the longest input of the program has at least"
+    )
     parser.add_argument("--step", action="store_true", help="a step of a causal language model, from state to state")
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument("--ema", action="store_true", help="use the averaged weights")

@@ -119,8 +119,8 @@ def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -
     Args:
         run: The run.
         overrides: Places of the data of the run, for its tokenizer.
-        length: Tokens of the longest input; None: as many as position embeddings allow, or `LONGEST`. A program of one
-            length has `length` tokens, by default as many as the samples in training.
+        length: Tokens that the longest input has at least; None: as many as position embeddings allow, or `LONGEST`. A
+            program of one length has `length` tokens, by default as many as the samples in training.
 
     Raises:
         ConfigError: There is no program for the task, or the model does not take the length.
@@ -135,7 +135,9 @@ def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -
         if has_one_length(model):
             inputs, output = tuple(with_length(port, longest) for port in inputs), with_length(output, longest)
         elif "chunk" in forms_of(model):
-            set_form(model, "chunk", max(CHUNK, -(-(longest + 1) // CHUNKS)))
+            size = max(CHUNK, -(-(longest + 1) // CHUNKS))
+            set_form(model, "chunk", size)
+            longest = size * CHUNKS - 1 if model.longest is None else longest
     elif length is not None:
         raise ConfigError(f"--length: {run.folder}: its inputs have one size")
     files = files_of(run, overrides, inputs, (output,), longest)

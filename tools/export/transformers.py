@@ -85,7 +85,8 @@ def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
-    inner.add_special_tokens(list(words.values()))
+    known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+    inner.add_special_tokens([word for word in words.values() if word not in known])  # would lose their own rules
     framed = bool(tokenizer.frame[0])
     if framed and inner.post_processor is None:
         cls, sep = words["cls"], words["sep"]

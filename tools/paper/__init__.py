@@ -6,9 +6,9 @@
 Every row and seed of a table is a run in runs/paper. Finished runs are not repeated; stopped runs are resumed. The raw
 results of a run are added to reports/paper.json when it ends, so its folder may be deleted. Masked language models are
 fine-tuned on GLUE afterwards, where the paper has its scores. The command ends by writing reports/paper.md and the
-figures in reports/paper. `--dry-run` writes nothing; `--dry-run --save` writes the estimated hours on the page. --data
-replaces the data set NAME of the recipes by other data, such as `--data cifar10 data.name=hf data.path=FOLDER`;
-`--data glue data.path=FOLDER` names GLUE's folder.
+figures in reports/paper. `--dry-run` starts and writes no runs, but prepares small data sets; `--dry-run --save` writes
+the estimated hours on the page. --data replaces the data set NAME of the recipes by other data, such as `--data cifar10
+data.name=hf data.path=FOLDER`; `--data glue data.path=FOLDER` names GLUE's folder.
 """
 
 from __future__ import annotations

@@ -43,25 +43,28 @@ def main(argv: list[str]) -> int:
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
     if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
-        raise ConfigError("run.sh report: expected runs, --section TITLE RUN .., or the --name of an existing report")
+        missing = "" if args.name is None else f"; there is no {args.out / args.name}.json"
+        what = "expected runs, --section TITLE RUN .., or the --name of an existing report"
+        raise ConfigError(f"run.sh report: {what}{missing}")
     name = args.name or default_name(sections)
     store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
-    for section in sections:
-        put(store, section)
-    if notes:
-        store.tables["notes"] = {}
-        store.add({"notes": notes}, "notes")
-    held = list(store.tables["sections"].values())
-    picture = store.draw(
-        store.path.with_suffix(".png"),
-        (9, 0.4 + 4.8 * len(held)),
-        lambda fig: curves(fig, held, store.rows.values()),
-    )
-    notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
-    tasks = {row["task"] for row in held}
-    title = tasks.pop() if len(tasks) == 1 else name.replace("_", " ").capitalize()
-    store.save(markdown(held, title, picture and picture.name, notes))
+    with store.alone():
+        for section in sections:
+            put(store, section)
+        if notes:
+            store.tables["notes"] = {}
+            store.add({"notes": notes}, "notes")
+        held = list(store.tables["sections"].values())
+        picture = store.draw(
+            store.path.with_suffix(".png"),
+            (9, 0.4 + 4.8 * len(held)),
+            lambda fig: curves(fig, held, store.rows.values()),
+        )
+        notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
+        tasks = {row["task"] for row in held}
+        title = tasks.pop() if len(tasks) == 1 else name.replace("_", " ").capitalize()
+        store.save(markdown(held, title, picture and picture.name, notes))
     comparisons, level = judged(held)
     compared = dict(zip((row["section"] for row in held), comparisons))
     for section in sections:
