@@ -147,6 +147,12 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lion_lit [6] positions": ["46.28"],
     },
     "LION, Table 13: shapes of decays": {"lion_s_vector": ["55.49"]},
+    "LION, Table 16: directions": {
+        "lion_s": ["54.52"],
+        "lion_s forward": ["57.38"],
+        "lion_s backward": ["58.03"],
+        "lion_s alternating": ["58.49"],
+    },
     "LightNet, Table 1: without TPE, without LRPE": {
         "lightnet": ["60.45"],
         "lightnet without TPE": ["60.32"],
