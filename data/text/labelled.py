@@ -210,7 +210,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
     @functools.cached_property
     def numeric(self) -> bool:
-        """Whether the training labels are numbers, also as the cells of a table, which are text.
+        """Whether all training labels are numbers; cells of a table are text, and count by what they hold.
 
         Raises:
             ConfigError: A column of fractions holds something else.
