@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.base import user_path
-from data.hub import import_datasets, readable
+from data.hub import TEST, VAL, import_datasets, readable
 from data.text.sequences import (
     KINDS,
     LabelledConfig,
@@ -32,7 +32,7 @@ from lion.files import save_json
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo
 
-SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev"), "test": ("test",)}  # names of their files
+SPLITS = {"train": ("train",), "val": VAL, "test": TEST}  # names of their files
 TEXTS = (  # names of the columns of texts, in the order in which they are looked for
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text",), ("sentence",), ("document",), ("content",), ("review",)),
@@ -210,7 +210,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
     @functools.cached_property
     def numeric(self) -> bool:
-        """Whether all training labels are numbers; cells of a table are text, and count by what they hold.
+        """Whether all training labels are numbers; text in the cells of a table may be a number.
 
         Raises:
             ConfigError: A column of fractions holds something else.
