@@ -27,11 +27,7 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
             the checkpoints.
     """
     plan, task = make_plan(recipe, samples=samples, world=world), make_task(recipe, info, teacher=True)
-    if plan.micro < task.smallest_batch:
-        raise ConfigError(
-            f"trainer.micro_batch: {plan.micro} sample in each process, but task.mixup and task.cutmix mix the samples "
-            f"of a micro-batch: at least {task.smallest_batch}"
-        )
+    task.check_micro_batch(plan.micro)
     if (views := getattr(recipe.data, "repeats", 1)) > recipe.trainer.batch_size:
         raise ConfigError(f"data.repeats: {views} views of an image, more than a batch of {recipe.trainer.batch_size}")
     model = build_on_meta(task, recipe.model)

@@ -20,7 +20,7 @@ from data.vision.resident import ResidentImages
 from data.vision.sources import Decoded, Images, read_sample, split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits, Unreadable
-from lion.samples.images import ImageInfo, numbered
+from lion.samples.images import ImageInfo, evaluation_crop, numbered
 from lion.samples.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -263,9 +263,10 @@ def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
 
 def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
     """Return the deterministic transform for evaluation: with `pad` the whole image, else its center."""
-    if config.pad:
+    crop = evaluation_crop(vars(config))
+    if crop is None:
         return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
-    middle = [Covering(info.size, config.crop), v2.CenterCrop(info.size)]
+    middle = [Covering(info.size, crop), v2.CenterCrop(info.size)]
     return v2.Compose([Channels(info.channels), *middle, TO_TENSOR])
 
 

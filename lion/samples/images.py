@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -61,6 +62,11 @@ class ImageInfo(Info):
             return None
         odd = next((i for i, (a, b) in enumerate(zip(old or (), new)) if a != b), None)
         return ("number of classes", len(old or ()), len(new)) if odd is None else (f"class {odd}", old[odd], new[odd])
+
+
+def evaluation_crop(data: Mapping[str, Any]) -> float | None:
+    """Return `crop` of a run's `data` settings, or None if its evaluation resizes images and cuts nothing."""
+    return None if data.get("pad") else data.get("crop")
 
 
 def numbered(count: int) -> tuple[str, ...]:

@@ -70,11 +70,6 @@ class Task(ABC):
         return 1
 
     @property
-    def smallest_batch(self) -> int:
-        """The least number of samples of a micro-batch with which the loss is what the settings describe."""
-        return 1
-
-    @property
     def metric(self) -> Metric:
         """Metric that selects the `best` checkpoint."""
         return self.metrics[0]
@@ -90,6 +85,13 @@ class Task(ABC):
 
         Raises:
             ConfigError: Model and data do not fit.
+        """
+
+    def check_micro_batch(self, samples: int) -> None:  # noqa: B027 - most tasks take any
+        """Check that micro-batches of so many samples have the loss that the settings describe.
+
+        Raises:
+            ConfigError: They do not.
         """
 
     @abstractmethod

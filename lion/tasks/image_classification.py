@@ -88,10 +88,6 @@ class ImageClassification(Task):
         kinds, shares = [k for k, _ in active], [p for _, p in active]
         self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
 
-    @property
-    def smallest_batch(self) -> int:
-        return 1 if self.mix is None else 2  # images are mixed with others of their micro-batch
-
     @staticmethod
     def metrics_of(config: ImageClassificationConfig) -> tuple[Metric, ...]:
         return TOP1, TOP5, LOSS
@@ -110,6 +106,13 @@ class ImageClassification(Task):
             mean=info.mean,
             std=info.std,
         )
+
+    def check_micro_batch(self, samples: int) -> None:
+        if samples < 2 and self.mix is not None:
+            raise ConfigError(
+                "trainer.micro_batch: 1 sample in each process, but task.mixup and task.cutmix mix the samples of a "
+                "micro-batch: at least 2"
+            )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         images, labels = unwrapped(model).normalise(batch["image"]), batch["label"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.models.vit import ViT
 from lion.runs import open_run
+from lion.samples.images import evaluation_crop
 from lion.timm.vision_transformer import LionVisionTransformer, arguments, build, pretrained_cfg
 
 NAMES = {  # prefix of our names: prefix in timm
@@ -54,14 +55,13 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     except ValueError as error:
         raise ConfigError(f"{loaded.folder}: model.{error}") from None
     channels, *size = ours.image_shape
-    classes, data = len(ours.classes), loaded.recipe.data
-    whole = data.get("pad") or "crop" not in data  # evaluation then resizes images, and cuts nothing
+    classes, crop = len(ours.classes), evaluation_crop(loaded.recipe.data)
     cfg = pretrained_cfg(
         config.mixer,
         num_classes=classes,
         input_size=ours.image_shape,
-        crop_pct=1.0 if whole else data["crop"],
-        crop_mode="squash" if whole else "center",
+        crop_pct=crop or 1.0,
+        crop_mode="center" if crop else "squash",
         mean=tuple(ours.mean.flatten().tolist()),
         std=tuple(ours.std.flatten().tolist()),
         label_names=ours.classes,

@@ -202,7 +202,7 @@ def check_device(device: str, world: int = 1) -> torch.device:
         device = "cuda" if gpus else "cpu"
     try:
         kind = torch.device(device)
-        known = kind.type == "cpu" or (kind.type == "cuda" and (kind.index or 0) < gpus)
+        known = device == "cpu" or (kind.type == "cuda" and (kind.index or 0) < gpus)
     except RuntimeError:
         known = False
     if not known:

@@ -430,7 +430,7 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     store.add(raw(other, 0.9, data="d2"))
     found = results_of(made, cells("t", made, "mini"), store)
     assert found.values == {"a": {0: 50.0, 1: 60.0}, "b": {0: 70.0}} and found.left_out == 1 and found.data == "d1"
-    assert "Left out: 1 runs on other data" in page.markdown({"t": made}, store, {})
+    assert "Left out, on other data: 1 of the stored runs" in page.markdown({"t": made}, store, {})
 
 
 def test_the_report_is_what_its_raw_rows_say():
@@ -558,7 +558,7 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own_table
     )
     capsys.readouterr()
     assert here("paper", "--out", str(out), "--data", "cifar10", f"data.root={own_tables}") == 0
-    assert "6 runs are left out, --data cifar10 key=value .." in capsys.readouterr().err
+    assert "runs left out: 6; --data cifar10 key=value .." in capsys.readouterr().err
     other = ("--data", "cifar10", "data.name=hf", "--data", "cifar10", f"data.path={own_tables / 'gone'}")
     assert here("paper", "--out", str(out), "--dry-run", *other) == 0
     assert "gone" in (plan := capsys.readouterr().out) and "here: --data cifar10 KEY=VALUE" in plan

@@ -55,7 +55,7 @@ def test_checkpoints_cannot_run_code(tmp_path):
 
 
 def test_an_absent_device_is_a_clear_line():
-    for device in ("cuda:99", "nonsense"):
+    for device in ("cuda:99", "cpu:3", "nonsense"):
         with pytest.raises(ConfigError, match=rf"trainer\.device: '{device}' is not available here, use one of"):
             start_runtime(device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lion.runs import LoadedRun
-from lion.samples.images import ImageInfo
+from lion.samples.images import ImageInfo, evaluation_crop
 from lion.samples.sequences import PIXELS
 from lion.tasks.diffusion import Diffusion
 
@@ -167,7 +167,8 @@ def facts_of(run: LoadedRun, data: dict[str, Any]) -> dict[str, Any]:
 def scaling(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
     """Return how evaluation scales an image, and cuts out its center, in the words of image processors."""
     height, width = info.size
-    if data.get("pad") or "crop" not in data:
+    crop = evaluation_crop(data)
+    if crop is None:
         return {"size": {"height": height, "width": width}}
-    short = max(int(min(height, width) / data["crop"]), min(height, width))
+    short = max(int(min(height, width) / crop), min(height, width))
     return {"size": {"shortest_edge": short}, "crop_size": {"height": height, "width": width}}

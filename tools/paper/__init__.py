@@ -158,7 +158,7 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
             samples = samples_of(own[0])
             steps |= {job.name: make_plan(job.recipe, samples=samples, world=1).total or 1 for job in own}
         except ConfigError as error:
-            say(f"{len(own)} runs are left out, --data {name} key=value .. names other data: {error}")
+            say(f"runs left out: {len(own)}; --data {name} key=value .. names other data: {error}")
             left = [job for job in left if job not in own]
     return work(left, steps, most, title="paper", result=keep) if left else 0
 

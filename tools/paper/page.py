@@ -219,7 +219,7 @@ def facts(part: Part) -> str:
         read = f", read with `{' '.join(other)}`" if other else ""
         lines.append(f"- Data: {part.cells[0].recipe.data.describe()}, fingerprint {results.data}{read}")
     if results.left_out:
-        lines.append(f"- Left out: {results.left_out} runs on other data")
+        lines.append(f"- Left out, on other data: {results.left_out} of the stored runs")
     scale = "" if part.scale == "mini" else f" --scale {part.scale}"
     data = f" --data {name} {' '.join(other)}" if other else ""
     lines.append(f"- Made by: `./run.sh paper --table {part.name}{scale}{data}`")
