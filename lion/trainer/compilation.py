@@ -115,6 +115,7 @@ def can_compile(backend: Any) -> bool:
     warnings.filterwarnings("ignore", message=".*_prims_common.check.*", category=FutureWarning)  # from torch 2.14
     torch._dynamo.config.recompile_limit = 32  # training, evaluation and each form need separate graphs
     torch._dynamo.config.optimize_ddp = False  # it cuts graphs where gradients are sent: a block would be several
+    torch._dynamo.config.specialize_float = True  # otherwise `dynamic=True` traces every graph twice
     return True
 
 
