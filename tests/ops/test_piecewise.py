@@ -77,9 +77,9 @@ def test_masks(attention, form, decay, direction, masks):
     assert_close(attention(*inputs, **FORMS[form], direction=direction, **MASKS[masks]), expected, 1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_everything_else(attention, form):
-    inputs = make("vector", 75)
+@both_ways("form, decay", [("rnn", "S"), ("chunk", "vector")])
+def test_everything_else(attention, form, decay):
+    inputs = make(decay, 75)
     for what, how in (
         ("bonus HD", dict(decay_convention="between")),
         ("angles HL", dict(direction="forward", normalize="max")),
