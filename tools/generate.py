@@ -178,7 +178,8 @@ def write(
     """
     check_finite(text.logits, folder)
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
-    (first, *others), begun = [Decoder(decode, row) for row in text.rows], [len(row) for row in text.rows]
+    begun = [len(row) for row in text.rows]
+    first, *others = [Decoder(decode, row, resumed=not args.prompt) for row in text.rows]
     show(f"[1] {prompts[0]}" if several else prompts[0])
     clock, stop = [time.perf_counter()], Stop()
     with catch_signals(stop, "stopping after this token"):
@@ -189,9 +190,9 @@ def write(
             if stop.stopping:
                 break
     written = len(clock) - 1
-    show(first.rest() + "\n")
+    show(first.end(args.state is not None) + "\n")
     for i, (prompt, own) in enumerate(zip(prompts[1:], others), 1):
-        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.rest()}\n")
+        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.end(args.state is not None)}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""
@@ -208,11 +209,16 @@ def show(text: str) -> None:
 class Decoder:
     """An incremental decoder of tokens to text. Tokens of an incomplete character wait for the missing bytes.
 
-    Tokens are decoded after those `before` them, because some decoders drop the blank before the first token.
+    Tokens are decoded after those `before` them, because some decoders drop the blank before the first token. If the
+    text is `resumed`, a character that is incomplete at the end of `before` has not been shown, and waits.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
-        self.decode, self.before, self.waiting = decode, [*before[-LONGEST:]], []
+    def __init__(
+        self, decode: Callable[[list[int]], str], before: Sequence[int] = (), *, resumed: bool = False
+    ) -> None:
+        self.decode, self.before, self.waiting = decode, [*before[-2 * LONGEST :]], []
+        while resumed and decode(self.before).endswith(UNFINISHED) and len(self.waiting) < LONGEST - 1:
+            self.waiting.insert(0, self.before.pop())
 
     def add(self, *tokens: int) -> str:
         self.waiting += tokens
@@ -220,6 +226,10 @@ class Decoder:
 
     def text(self) -> str:
         return self.decode([*self.before, *self.waiting])[len(self.decode(self.before)) :]
+
+    def end(self, stored: bool) -> str:
+        """Return the incomplete character at the end, unless the text is `stored` and a later call completes it."""
+        return "" if stored and self.text().endswith(UNFINISHED) else self.rest()
 
     def rest(self) -> str:
         text = self.text()

@@ -24,10 +24,11 @@ class ScaledSinusoidal(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Map positions (B, L) to (B, L, dim), with sine and cosine of a frequency side by side."""
-        even = torch.arange(0, self.dim, 2, device=positions.device, dtype=self.scale.dtype)
+        wide = torch.promote_types(self.scale.dtype, torch.float32)  # bfloat16 would round positions above 256
+        even = torch.arange(0, self.dim, 2, device=positions.device, dtype=wide)
         angle = positions[..., None] * BASE ** (-even / self.dim)  # (B, L, dim / 2), rounded up
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)
-        return self.scale * waves[..., : self.dim]
+        return self.scale * waves[..., : self.dim].to(self.scale.dtype)
 
 
 POSITIONS: dict[str, type[nn.Module]] = {"learned": nn.Embedding, "scaled_sinusoidal": ScaledSinusoidal}

@@ -153,7 +153,11 @@ class GPT(TokenModel):
         return GPTState(self.tokens.weight.new_zeros(batch, dtype=torch.long), self.encoder.initial_state(batch))
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
-        """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them."""
+        """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them.
+
+        Raises:
+            ValueError: More tokens than position embeddings.
+        """
         x, state = self.encode_first(inputs, valid)
         return self.logits(x), state
 
@@ -161,6 +165,7 @@ class GPT(TokenModel):
         """Return the input of the head (B, L, dim) for prompts (B, L), and the state after them."""
         if self.part is not None:
             raise ValueError("prefill: a stream is not split over processes")
+        self.check_length(inputs.shape[1])
         x = self.embed(inputs)
         layout = Layout.of(x, valid)
         x, blocks = self.encoder.prefill(self.embedded(x, layout), layout)

@@ -118,11 +118,14 @@ class SequenceEncoder(TokenModel):
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with position embeddings adapted to this model.
 
-        Pixel positions are interpolated for images of another size; token positions are as in `TokenModel`.
+        Pixel positions of square images are interpolated for another size; others are as in `TokenModel`.
         """
         if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
             return super().adapt(weights, source)
-        old, new = (math.isqrt(n) for n in (len(weights["positions.weight"]), self.longest))
+        counts = len(weights["positions.weight"]), self.longest
+        old, new = map(math.isqrt, counts)
+        if counts != (old**2, new**2):
+            return super().adapt(weights, source)
         if old == new:
             return weights
         return {**weights, "positions.weight": interpolated(weights["positions.weight"], (old, old), (new, new))}

@@ -38,10 +38,18 @@ class TokenModel(Model):
         Raises:
             ValueError: More tokens than position embeddings, or fewer than processes that share the rows.
         """
-        layout, length = Layout.of(inputs, segments=segments), inputs.shape[1]
+        self.check_length(inputs.shape[1])
+        layout = Layout.of(inputs, segments=segments)
+        return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
+
+    def check_length(self, length: int) -> None:
+        """Check the number of tokens of a row.
+
+        Raises:
+            ValueError: More tokens than position embeddings.
+        """
         if self.longest is not None and length > self.longest:
             raise ValueError(f"tokens: {length} in one row, this model has only {self.longest} position embeddings")
-        return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
 
     def check_split(self, count: int) -> None:
         self.encoder.check_split(count)

@@ -164,7 +164,7 @@ class ViT(ImageClassifier):
         """
         if self.position is None or source.position is None:
             return weights
-        if (self.position.shape, self.before) == (source.position.shape, source.before):
+        if (self.patches, self.before, self.length) == (source.patches, source.before, source.length):
             return weights
         first, extra, last = source.position_parts(weights["position"])
         own = self.position_parts(self.position.detach())[1]

@@ -19,6 +19,7 @@ from lion.layers.mixers.linear import LionAttention as Layer
 from lion.ops.modes import holds
 from lion.timm.grid import Grid, copy_own
 
+PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that are arguments of timm's layers
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions
 
 
@@ -143,7 +144,7 @@ class TimmAttention(Layer):
     def reset_parameters(self) -> None:
         """Initialise all parameters, except those of linear layers, which timm initialises."""
         with torch.device(self.qkv.weight.device):
-            copy_own(type(self)(self.qkv.in_features, self.num_heads), self)
+            copy_own(type(self)(self.qkv.in_features, self.num_heads, self.qkv.bias is not None), self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""
@@ -168,8 +169,11 @@ def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
             `chunk_size`, `direction`, `feature_map`, ..
 
     Raises:
-        ValueError: An unknown mixer.
+        ValueError: An unknown mixer, or a setting that timm passes.
     """
+    for name, argument in PASSED.items():
+        if name in settings:
+            raise ValueError(f"{name}: timm passes it to the layer, as {argument}")
     if mixer in MIXERS and mixer not in LINEAR:
         raise ValueError(f"mixer: expected a linear mixer, {', '.join(LINEAR)}; got {mixer!r}")
     if mixer not in LINEAR:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -71,7 +72,7 @@ class LionPreTrainedModel(PreTrainedModel):
     names: ClassVar[dict[str, str]]
 
     def __init__(self, config: LionConfig) -> None:
-        super().__init__(config)
+        super().__init__(copy.deepcopy(config))  # `settings` changes it, and other models may share it
         self.model = self.build()
         for block in self.model.units():
             block.__class__ = checkpointed(type(block))

@@ -87,7 +87,10 @@ class LionForSequenceClassification(LionTextModel):
         )
         found = self.encode(rows, mask, token_type_ids=token_type_ids, inputs_embeds=embeds, **kwargs)
         x = found.last_hidden_state
-        pooled = POOLED[type(self.model)](x, valid_of(mask, tuple(x.shape[:2])))
+        valid, pad = valid_of(mask, tuple(x.shape[:2])), self.config.pad_token_id
+        if valid is None and isinstance(self.model, GPTClassifier) and rows is not None and pad is not None:
+            valid = rows != pad  # as in the GPT-2 of transformers
+        pooled = POOLED[type(self.model)](x, valid)
         logits, loss = self.model.logits(pooled), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)

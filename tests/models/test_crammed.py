@@ -90,6 +90,14 @@ def test_positions_begin_anew_with_each_document():
         model(torch.zeros(1, 33, dtype=torch.long))
 
 
+def test_waves_of_half_precision_are_those_of_float32_rounded():
+    model = ScaledSinusoidal(512, 16)
+    places = torch.arange(512)[None]
+    expected, got = model(places), model.bfloat16()(places)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), expected, rtol=0.01, atol=0)
+
+
 def test_waves_of_an_odd_width_end_with_a_sine():
     waves = ScaledSinusoidal(8, 5)(torch.tensor([[3]])) * math.sqrt(5)
     assert waves.shape == (1, 1, 5) and waves[0, 0, 4].item() == pytest.approx(math.sin(3 / 10_000**0.8), rel=1e-4)

@@ -216,6 +216,8 @@ def test_the_head_is_the_embedding():
 def test_a_sequence_beyond_the_positions():
     with pytest.raises(ValueError, match="tokens: 25 in one row, this model has only 24 position embeddings"):
         gpt()(ids(1, 25))
+    with pytest.raises(ValueError, match="tokens: 25 in one row"):
+        gpt().prefill(ids(1, 25))
     assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
 
 

@@ -124,6 +124,8 @@ def test_positions_of_pixels_are_those_of_the_image():
     assert (rows.diff(dim=0) > 0).all() and rows.diff(dim=1).abs().max() < 1e-6
     assert small.adapt(large.state_dict(), large)["positions.weight"].shape == (16, small.config.dim)
     assert torch.equal(small.adapt(small.state_dict(), small)["positions.weight"], small.positions.weight)
+    line, longer = (LRA(config("softmax"), classes=2, length=n) for n in (17, 20))  # pixels of no square
+    assert torch.equal(line.adapt(longer.state_dict(), longer)["positions.weight"], longer.positions.weight[:17])
     short, long = (LRA(config("softmax"), classes=2, length=n, vocabulary=9) for n in (4, 8))
     assert torch.equal(short.adapt(long.state_dict(), long)["positions.weight"], long.positions.weight[:4])
     assert len(long.adapt(short.state_dict(), short)["positions.weight"]) == 4

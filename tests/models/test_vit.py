@@ -194,6 +194,14 @@ def test_positions_are_interpolated_to_another_grid():
     target.load_state_dict({**target.state_dict(), "position": weights["position"]})
 
 
+def test_positions_are_interpolated_to_as_many_patches_of_another_grid():
+    source, target = vit("lion_lit", (8, 12)), vit("lion_lit", (12, 8))
+    with torch.no_grad():  # the column of the grid
+        source.position[0, 1:] = torch.arange(6.0).repeat(4)[:, None]
+    got = target.adapt(source.state_dict(), source)["position"][0, 1:, 0].view(6, 4)
+    assert got.diff(dim=0).abs().max() < 1e-5 and (got.diff(dim=1) > 0).all()
+
+
 def test_nothing_is_interpolated_without_need():
     a, b = vit("lion_lit", (8, 12)), vit("lion_s", (16, 10))
     assert a.adapt(a.state_dict(), a)["position"] is not None

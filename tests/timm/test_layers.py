@@ -109,6 +109,8 @@ def test_bad_arguments_are_refused():
         "scale_norm: use the setting out_norm": lambda: room.LionAttention(DIM, HEADS, scale_norm=True),
         "qk_norm: needs norm_layer": lambda: room.LionAttention(DIM, HEADS, qk_norm=True),
         "dim: expected a multiple of num_heads=5": lambda: room.LionAttention(DIM, 5),
+        "qkv_bias: timm passes it to the layer, as qkv_bias": lambda: room.attention("gla", qkv_bias=True),
+        "score_dropout: timm passes it to the layer, as attn_drop": lambda: room.attention("gla", score_dropout=0.1),
         "score_dropout is not available": lambda: room.attention("deltanet")(DIM, HEADS, attn_drop=0.1),
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):

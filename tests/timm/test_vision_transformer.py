@@ -196,6 +196,18 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
             assert new.isfinite().all()
 
 
+def test_biases_of_convolutions_are_initialised_after_the_meta_device():
+    kind = room.attention("lion_s", conv_width=3)
+    settings = dict(img_size=32, embed_dim=30, num_heads=3, depth=1, attn_layer=kind)
+    model = timm.create_model("vit_tiny_patch16_224", device="meta", **settings).to_empty(device="cpu")
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            t.fill_(torch.nan)
+    model.init_weights(needs_reset=True)
+    assert model.blocks[0].attn.conv.bias is not None
+    assert [name for name, t in model.named_parameters() if not t.isfinite().all()] == []
+
+
 def test_prefix_tokens_do_not_decay():
     model = timm.create_model("vit_lion_s_tiny_patch16_224", img_size=32, depth=1, reg_tokens=3)
     assert model.place.special.tolist() == [True] * 4 + [False] * 4

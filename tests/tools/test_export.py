@@ -120,15 +120,21 @@ torch.save([logits, classes(images), [program(*row) for row in rows]], "outputs.
     assert json.loads(about["metadata.json"])["prepare"] == whole
 
 
+@pytest.mark.parametrize("size", [(16, 16), (24, 16), (16, 28)])
 @pytest.mark.parametrize("settings", [{}, {"crop": 0.5}, {"pad": 2}])
-def test_the_description_states_how_an_image_is_scaled_and_cropped(settings):
-    info = ImageInfo((16, 16), 3, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
+def test_the_description_states_how_an_image_is_scaled_and_cropped(settings, size):
+    info = ImageInfo(size, 3, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
     config = pictures.PictureConfig("imagefolder", **settings)
     rule = facts_of(SimpleTask(info, 0), to_dict(config))["prepare"]
     picture = Image.effect_mandelbrot((60, 40), (-2, -1, 1, 1), 50)
     wanted = pictures.test_transform(config, info)(picture)
     if "crop_size" in rule:
-        picture = v2.functional.resize(picture, [rule["size"]["shortest_edge"]], interpolation=pictures.BICUBIC)
+        sides = picture.height, picture.width
+        if "cover" in rule:
+            short = int(max(n * min(sides) / side for n, side in zip(rule["cover"].values(), sides)))
+        else:
+            short = rule["size"]["shortest_edge"]
+        picture = v2.functional.resize(picture, [short], interpolation=pictures.BICUBIC)
         picture = v2.functional.center_crop(picture, [*rule["crop_size"].values()])
     else:
         picture = picture.resize([*rule["size"].values()][::-1], Image.Resampling.BICUBIC)

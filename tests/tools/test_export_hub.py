@@ -16,13 +16,16 @@ import transformers
 
 import lion
 from data.text.tokenizers import make_tokenizer
+from lion.config import ConfigError
 from lion.runs import open_run
+from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
 from tests.helpers import here, refuse, state_of, tiny_recipe
 from tools.compose import describe_data, make_task, resolve
 from tools.convert import write_run
+from tools.export.hub import image_processor
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 SMALL = ["model.dim=12", "model.depth=2", "model.num_heads=3", "trainer.precision=fp32", "trainer.micro_batch=4"]
@@ -182,6 +185,22 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     Image.fromarray(pixels).convert("RGB").save(out / "image.png")
     torch.testing.assert_close(run_card(out)["logits"], wanted)
     assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
+
+
+def test_prompts_are_tokenised_as_by_generate(tmp_path, monkeypatch):
+    """Check that no [SEP], at which a text ends, stands between a prompt and its continuation."""
+    monkeypatch.setitem(RECIPES, "gpt", ("gpt2_tiny_lion_s", "wordpiece", 200))
+    run, tokenizer = text_run(tmp_path, "gpt")
+    assert here("export", run, tmp_path / "out") == 0
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.frame[1] and words(TEXT[0]).input_ids == tokenizer.encode(TEXT[0])
+
+
+def test_a_crop_that_no_image_processor_has_is_refused():
+    info = ImageInfo((8, 12), 1, ("a", "b"), (0.5,), (0.5,))
+    assert image_processor(info, {"pad": 2})["size"] == {"height": 8, "width": 12}
+    with pytest.raises(ConfigError, match="transformers has no image processor that crops to 8 x 12 px"):
+        image_processor(info, {"crop": 0.875})
 
 
 @torch.no_grad()

@@ -114,8 +114,10 @@ def test_processes_read_the_prompt_together(runs, capsys, tmp_path):
     assert "--processes: several processes read prompts" in refuse(capsys, "generate", *stored)
 
 
+@pytest.mark.parametrize("unfinished", ["\ufffd", "e"])  # "e": as if each one waited for the next byte
 @pytest.mark.parametrize("mode", ["attention", "kv", "rnn"])
-def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, mode):
+def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, mode, unfinished, monkeypatch):
+    monkeypatch.setattr(generate, "UNFINISHED", unfinished)
     run, state = runs["softmax" if mode == "kv" else "lion_s"], tmp_path / "state.pt"
     asked = [run, "--mode", mode, "--seed", 1]
     whole, _ = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 20)
@@ -154,6 +156,15 @@ def test_a_character_waits_for_its_bytes():
     assert [decoder.add(byte) for byte in raw] == ["a", "", "é", "", "", "€"]
     assert [decoder.add(0x80) for _ in range(4)] == ["", "", "", "\ufffd" * 4]  # never a valid character
     assert decoder.add(0xC3) == "" and decoder.rest() == "\ufffd" and decoder.rest() == ""
+
+
+def test_a_character_waits_for_its_bytes_in_a_later_call():
+    text, decode = "aé€😀b", lambda ids: bytes(ids).decode(errors="replace")
+    raw = text.encode()
+    for cut in range(1, len(raw) + 1):
+        first, later = Decoder(decode), Decoder(decode, raw[:cut], resumed=True)
+        shown = "".join(map(first.add, raw[:cut])) + first.end(stored=True)
+        assert shown + "".join(map(later.add, raw[cut:])) + later.end(stored=False) == text, cut
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])

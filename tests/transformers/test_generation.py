@@ -126,6 +126,8 @@ def test_what_a_cache_cannot_do_is_refused():
             ValueError, match=r"cache: expected a LionCache, got DynamicCache, which holds keys and val"
         ):
             call(transformers.DynamicCache())
+    with pytest.raises(ValueError, match="tokens: 33 in one row, this model has only 32 position embeddings"):
+        model(ids(1, 33), use_cache=True)
     with pytest.raises(ValueError, match="tokens: more than the 32 position embeddings"):
         model(ids(1, 27), past_key_values=cache)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

@@ -162,6 +162,24 @@ def test_a_classifier_starts_from_a_language_model_and_keeps_its_weights(tmp_pat
     LionForMaskedLM.from_pretrained(tmp_path / "classifier")
 
 
+def test_models_of_one_configuration_do_not_change_it():
+    """Check that a model without a classifier takes no setting of one from other models of the configuration."""
+    shared = config("bert_classifier", model={"classifier_dropout": 0.0}, num_labels=3)
+    before = LionForSequenceClassification(shared)
+    LionModel(shared)
+    for model in (before, LionForSequenceClassification(shared)):
+        assert model.config.model["classifier_dropout"] == 0 and model.model.classifier_dropout.p == 0
+
+
+def test_a_classifier_reads_the_last_token_before_padding_without_a_mask():
+    model = made(LionForSequenceClassification, "gpt", num_labels=3, pad_token_id=0)
+    tokens = ids(2, 6)
+    tokens[1, 4:] = 0
+    wanted = torch.cat([model(tokens[:1]).logits, model(tokens[1:, :4]).logits])
+    torch.testing.assert_close(model(tokens).logits, wanted)
+    torch.testing.assert_close(model(tokens, tokens != 0).logits, wanted)
+
+
 def test_missing_weights_and_buffers_are_those_of_a_new_model():
     """Start from no weights at all, as `from_pretrained` does on the meta device."""
     for kind, name in (*KINDS[2:], (LionForImageClassification, "vit")):

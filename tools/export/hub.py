@@ -35,7 +35,8 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     """Write the folder `out`, and return a line that describes it.
 
     Raises:
-        ConfigError: transformers is not installed, there is no class for the model, or the tokenizer is not found.
+        ConfigError: transformers is not installed, has no class for the model or no processor for its images, or the
+            tokenizer is not found.
     """
     if transformers.classic(run):
         return transformers.export(run, out, overrides)
@@ -47,12 +48,13 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     model, recipe, info = from_run(run), resolve_run(run.folder, overrides), run.task.info
     auto = next(auto for auto, kind in AUTO.items() if kind == type(model).__name__)
     tokenizer = open_tokenizer_of(run, overrides) if isinstance(info, TextInfo) else None
+    processor = image_processor(info, to_dict(recipe.data)) if isinstance(info, ImageInfo) else None
     with written(out) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
             save_tokenizer(folder, tokenizer, run.model)
-        if isinstance(info, ImageInfo):
-            save_json(folder / "preprocessor_config.json", image_processor(info, to_dict(recipe.data)))
+        if processor is not None:
+            save_json(folder / "preprocessor_config.json", processor)
         save_text(folder / RECIPE, dump_recipe(public(recipe)))
         save_text(folder / "README.md", card(run, public(recipe), auto))
     return f"{type(model).__name__}, {recipe.model.mixer}, {count_parameters(model):,} parameters"
@@ -60,7 +62,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
     """Write a tokenizer in the format of transformers."""
-    inner, described = transformers.dressed(tokenizer)
+    inner, described = transformers.dressed(tokenizer, prompts=model.streams)
     types = ["token_type_ids"] if getattr(model, "types", None) is not None else []
     described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
     described |= {} if model.longest is None else {"model_max_length": model.longest}
@@ -70,8 +72,17 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
 
 
 def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the image processor that prepares images as in the evaluation of a run with the `data` settings."""
+    """Return the image processor that prepares images as in the evaluation of a run with the `data` settings.
+
+    Raises:
+        ConfigError: There is none, because the images are cropped, and not square.
+    """
     scaled = scaling(info, data)
+    if "cover" in scaled:
+        raise ConfigError(
+            f"--format hub: transformers has no image processor that crops to {' x '.join(map(str, info.size))} px; "
+            "--format pt2, onnx and aoti describe the crop"
+        )
     pixels = {"do_normalize": True, "image_mean": list(info.mean), "image_std": list(info.std), "do_rescale": True}
     pixels |= {"rescale_factor": 1 / 255, "do_convert_rgb": info.channels == 3, "do_resize": True, "resample": BICUBIC}
     kind = {"image_processor_type": "ViTImageProcessor"}

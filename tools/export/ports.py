@@ -165,10 +165,14 @@ def facts_of(run: LoadedRun, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaling(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
-    """Return how evaluation scales an image, and cuts out its center, in the words of image processors."""
-    height, width = info.size
-    crop = evaluation_crop(data)
+    """Return how evaluation scales an image, and cuts out its center, in the words of image processors.
+
+    They have none for `cover`: the image keeps its proportions, and is as small as covers this height and width.
+    """
+    (height, width), crop = info.size, evaluation_crop(data)
+    size = {"height": height, "width": width}
     if crop is None:
-        return {"size": {"height": height, "width": width}}
-    short = max(int(min(height, width) / crop), min(height, width))
-    return {"size": {"shortest_edge": short}, "crop_size": {"height": height, "width": width}}
+        return {"size": size}
+    if height != width:
+        return {"cover": {name: n / crop for name, n in size.items()}, "crop_size": size}
+    return {"size": {"shortest_edge": max(int(height / crop), height)}, "crop_size": size}

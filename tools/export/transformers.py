@@ -63,7 +63,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         config = converter.config(run.model, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{run.folder}: {error}") from None
-    inner, described = dressed(tokenizer)
+    inner, described = dressed(tokenizer, prompts=run.model.streams)
     kinds = ["token_type_ids"] if config.get("type_vocab_size", 1) > 1 else []
     described |= {"model_input_names": ["input_ids", *kinds, "attention_mask"]}
     described |= {"model_max_length": run.model.longest}
@@ -78,17 +78,19 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     return f"{config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids"
 
 
-def dressed(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def dressed(tokenizer: Tokenizer, *, prompts: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Return the tokenizer in the format of transformers, and its configuration.
 
-    There, special tokens are recognized in text, and are added around text. The configuration holds their roles.
+    There, special tokens are recognized in text, and are added around text, except around `prompts`, which a causal
+    model continues. The configuration holds the roles of special tokens.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     inner.add_special_tokens([word for word in words.values() if word not in known])  # would lose their own rules
-    framed = bool(tokenizer.frame[0])
-    if framed and inner.post_processor is None:
+    if prompts and inner.num_special_tokens_to_add(False):
+        inner.post_processor = processors.Sequence([])
+    if tokenizer.frame[0] and not prompts and inner.post_processor is None:
         cls, sep = words["cls"], words["sep"]
         ids = [(words[name], tokenizer.special[name]) for name in ("cls", "sep")]
         single = f"{cls} $A {sep}"

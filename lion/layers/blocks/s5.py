@@ -13,7 +13,10 @@ from lion.layers.layout import PLAIN, Layout
 
 
 class ChannelDropout(nn.Dropout):
-    """Dropout of whole channels of a sequence (B, L, dim), with one mask for all its tokens."""
+    """Dropout of whole channels of a sequence (B, L, dim), with one mask for all its tokens.
+
+    In a model whose `window` cuts rows, a sequence is a window; if processes share a row, it is the whole row.
+    """
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
         return x * super().forward(x.new_ones(x.shape[0], 1, x.shape[-1])) if self.training and self.p else x
