@@ -35,7 +35,8 @@ from tools.probe import Variant, device_name, stamp
 from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # default of tokens per chunk and per step
-SETTING = ("run", "checkpoint", "split", "tokens", "device", "threads", "precision", "compiled")
+LATER = ("ema", "data", "fingerprint")  # fields that rows of earlier versions lack
+SETTING = ("run", "checkpoint", "split", "tokens", "batch_tokens", "device", "threads", "precision", "compiled", *LATER)
 
 
 def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
@@ -56,11 +57,10 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     held = getattr(splits, split)
     if not isinstance(held, TokenLayout):
         raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split of text")
-    store = (
-        Store(args.out / "extrapolation.json", rows=(*SETTING, "length", "form", "chunk_size")) if args.out else None
-    )
-    if store:
-        store.load()
+    store = None
+    if args.out:
+        keys = (*SETTING, "length", "form", "chunk_size")
+        store = Store(args.out / "extrapolation.json", later=LATER, rows=keys).load()
     ahead = loaded.task.info.length - model.length
     text = HeldOut.of(held.tokens.take(slice(args.tokens + ahead)), args.lengths, args.tokens, ahead)
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
@@ -75,6 +75,9 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         "split": split,
         "tokens": text.count,
         "batch_tokens": args.lengths[-1],
+        "ema": args.ema,
+        "data": recipe.data.describe(),
+        "fingerprint": splits.fingerprint,
         "device": device_name(),
         "threads": torch.get_num_threads(),
         "precision": recipe.trainer.precision,
@@ -126,6 +129,8 @@ def measure_length(
 
 def title(row: Row) -> str:
     how = f"{row['split']}, {row['tokens']:,} tokens in batches of {row['batch_tokens']:,}, {row['precision']}"
+    if row.get("data"):
+        how = f"{row['data']} ({row['fingerprint']}), {how}{', averaged weights' * row['ema']}"
     return f"{row['run']} ({row['label']}, trained at {row['trained_at']:,} tokens): {how}, {row['device']}, " + (
         "compiled" if row["compiled"] else "eager"
     )

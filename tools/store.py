@@ -27,6 +27,7 @@ class Store:
 
     Args:
         path: The JSON file; generated files are written next to it.
+        later: Fields of keys that rows of earlier versions may lack.
         keys: For each table, the fields that form the key of a row; the main table is "rows".
 
     Attributes:
@@ -36,8 +37,8 @@ class Store:
         fresh: Whether the next `save` replaces the rows of other processes.
     """
 
-    def __init__(self, path: Path, **keys: Sequence[str]) -> None:
-        self.path, self.keys = path, keys
+    def __init__(self, path: Path, *, later: Sequence[str] = (), **keys: Sequence[str]) -> None:
+        self.path, self.later, self.keys = path, later, keys
         self.tables: dict[str, dict[tuple, Row]] = {name: {} for name in keys}
         self.new: dict[tuple, None] = {}
         self.unsaved: dict[tuple[str, tuple], None] = {}
@@ -85,7 +86,7 @@ class Store:
             os.close(folder)  # releases the lock
 
     def key_of(self, row: Row, table: str = "rows") -> tuple:
-        return tuple(row[name] for name in self.keys[table])
+        return tuple(row.get(name) if name in self.later else row[name] for name in self.keys[table])
 
     def add(self, row: Row, table: str = "rows") -> None:
         """Add a row, which replaces an earlier row with the same key."""
@@ -100,7 +101,7 @@ class Store:
         """Return groups of rows that agree in these fields; the group measured last comes first."""
         found: dict[tuple, list[Row]] = {}
         for row in self.rows.values():
-            found.setdefault(tuple(row[n] for n in names), []).append(row)
+            found.setdefault(tuple(map(row.get, names)), []).append(row)
         return sorted(found.values(), key=lambda rows: max(row["date"] for row in rows), reverse=True)
 
     def commands(self, rows: Iterable[Row]) -> str:

@@ -10,6 +10,7 @@ from tests.helpers import refuse
 from tools.bench import gpu
 from tools.gpu import targets
 from tools.gpu.cost import Cost, fused_softmax
+from tools.gpu.step import Counter
 from tools.gpu.targets import GAP, LAUNCH, TARGETS
 
 H100 = TARGETS["h100"]
@@ -34,6 +35,24 @@ def test_softmax_moves_four_tensors_forward_and_nine_backward():
 
 
 @pytest.mark.slow
+def test_bytes_of_operators_that_write_in_place():
+    x, y, z = torch.zeros(3, 1000).unbind()
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    weight.grad = torch.zeros(1000)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    for run, tensors in (
+        (lambda: x + y, 3),
+        (lambda: x.add_(y), 3),
+        (lambda: x.addcmul_(y, z), 4),
+        (lambda: x.copy_(y), 2),
+        (optimizer.step, 7),  # reads weights, gradients and two moments, and writes all but the gradients
+    ):
+        with Counter() as counted:
+            run()
+        assert tensors * 4000 <= counted.cost.moved < tensors * 4000 + 100, tensors
+
+
 def test_an_operator_and_a_step_are_reported(tmp_path, capsys):
     command = [
         "lion_s",

@@ -56,6 +56,8 @@ def test_the_report(measured):
     line = next(line for line in text.splitlines() if line.startswith("| 2 | 80 | lion_s | rnn |")).split(" | ")
     state = {r["mode"]: r["state_bytes"] for r in rows if r["length"] == 80}
     assert line[8] == generate.digits(state["kv"] / state["rnn"])
+    fox = [{**r, "mixer": "fox", "state_bytes": 1} for r in rows if r["mode"] == "kv"]  # a cache, not of softmax
+    assert set(map(tuple, generate.tabled(rows)[1])) <= set(map(tuple, generate.tabled([*rows, *fox])[1]))
     pytest.importorskip("matplotlib")
     assert (out / "generate.png").read_bytes().startswith(b"\x89PNG")
 
@@ -80,6 +82,8 @@ def test_what_is_timed_is_what_generation_does(mixer):
 def test_what_cannot_be_measured(capsys):
     line = refuse(capsys, "bench", "generate", "shakespeare_char_lion_s", "gpt2_small_lion_s", "--eager")
     assert "dim 768, depth 12, 12 heads, vocabulary 50,257; shakespeare_char_lion_s has dim 128" in line
+    line = refuse(capsys, "bench", "generate", *["shakespeare_char_lion_s"] * 2, "--eager")
+    assert "shakespeare_char_lion_s: a second lion_s; omit one" in line
     line = refuse(capsys, "bench", "generate", "shakespeare_char_lion", "--eager")
     assert "'shakespeare_char_lion'" in line and "no recipe of that name either" in line
     assert "does not generate text" in refuse(capsys, "bench", "generate", "quickstart", "--eager")

@@ -175,7 +175,10 @@ def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
     assert {(r["form"], r["size"]) for r in held} == {
         (f, s) for f in ("softmax", "full", "chunk", "rnn") for s in (8, 16)
     }
+    other = tiny_recipe(tmp_path, "other", model={"mixer": "softmax", "depth": 1})
+    assert here(*command, "--form", "rnn", "--against", other) == 0  # a table of its own
     text = (tmp_path / "inference.md").read_text()
+    assert text.count("\n## ") == 2 and "; softmax is other\n" in text
     assert "| 16 | 17 | rnn 4 |" in text and "](inference_tiny.png)" in text
     pytest.importorskip("matplotlib")
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
@@ -258,12 +261,20 @@ def test_refusals(run, tmp_path, capsys):
     assert "--against: expected a recipe of model 'vit' with softmax, gpt2_tiny_softmax has 'gpt' with softmax" in line
     line = refuse(capsys, "bench", "inference", run, "--against", "deit_tiny_softmax")
     assert "model.patch_size: 16 does not divide image height 8" in line
+    softmax = tiny_recipe(tmp_path, "plain", model={"mixer": "softmax"})
+    line = refuse(capsys, "bench", "inference", softmax, "--against", "deit_tiny_softmax")
+    assert "plain.yaml is softmax itself, measure deit_tiny_softmax in a call of its own" in line
 
 
 def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):
     path = tmp_path / "other.yaml"
-    path.write_text(yaml.safe_dump({"extends": str(tiny_recipe(tmp_path, model={"mixer": "softmax", "depth": 3}))}))
+    path.write_text(
+        yaml.safe_dump(
+            {"extends": str(tiny_recipe(tmp_path, model={"mixer": "softmax", "depth": 3, "dim": 24, "num_heads": 4}))}
+        )
+    )
     (row,), _ = measured(run, Variant("softmax"), sizes=(8,), against=str(path))
+    assert row["matrix_bytes"] == 4 * 2 * 4 * 5**2 and row["dim"] == 24  # of the recipe's 4 heads
     assert row["against"] == "other" and inference.title(row).endswith("eager; softmax is other")
     model = inference.build(open_run(run), 8, Variant("softmax"), str(path))[1]
     assert len(model.encoder.blocks) == 3 and model.config.mixer == "softmax"

@@ -175,13 +175,17 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
     assert here(*command) == 0
     out = capsys.readouterr().out
     assert "lion_s" in out and train.FLOOR in out and "x softmax" in out
-    assert here(*command, "model.attention.form=chunk") == 0
+    held = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert sorted(r["mixer"] for r in held) == ["lion_s", "softmax", train.FLOOR]
+    assert here(*command, "model.attention.form=chunk", "model.mlp_ratio=2") == 0
     plain = [part for part in command if part not in ("--size", "32")]
     assert here(*plain[:-4], "--out", tmp_path / "own", "--set", *TINY, "data.image_size=[48, 48]") == 0
     assert {r["size"] for r in json.loads((tmp_path / "own" / "train.json").read_text())["rows"]} == {48}
     held = json.loads((tmp_path / "train.json").read_text())["rows"]
-    assert sorted(r["mixer"] for r in held) == ["lion_s", "lion_s chunk", "softmax", train.FLOOR]
+    models = ["lion_s", "softmax", train.FLOOR]
+    assert sorted(r["mixer"] for r in held) == sorted([*models, *models[1:], "lion_s chunk"])
     text = (tmp_path / "train.md").read_text()
+    assert text.count("\n## ") == 2 and "model.attention.form=chunk model.mlp_ratio=2\n" in text
     assert "| lion_s chunk | " in text and "32 px (5 tokens), batch 2, vit, dim 12" in text
     (tmp_path / "train.json").write_text("[]")
     capsys.readouterr()

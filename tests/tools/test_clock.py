@@ -51,11 +51,11 @@ def test_estimates_are_scaled_to_the_timed_batch():
 
 
 def test_the_table_compares_times_with_estimates():
-    row = dict(zip(clock.HEADER[:4], clock.cells(timed(), {})))
-    assert row == {"mixer": "lion_s", "form": "full", "tokens": "197", "us": "600"}
-    us, near, x, own, alone, peak = clock.cells(timed(), {("any",): estimated()})[4:]
+    row = dict(zip(clock.HEADER[:5], clock.cells(timed(), {})))
+    assert row == {"mixer": "lion_s", "form": "full", "tokens": "197", "batch": "12", "us": "600"}
+    us, near, x, own, alone, peak = clock.cells(timed(), {("any",): estimated()})[5:]
     assert (us, near, x, alone, peak) == ("374", "1.60", "3.00", "2,000", "20.0") and float(own) > 3
-    assert clock.cells(timed(), {})[4:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
+    assert clock.cells(timed(), {})[5:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
 
 
 def test_rows_are_reported_by_gpu(tmp_path):

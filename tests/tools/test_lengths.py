@@ -94,6 +94,15 @@ def test_perplexity_by_hand(runs, tmp_path, capsys):
         assert row["deviation"] < 1e-4 and row["rate"] > 0
 
 
+def test_texts_are_tables_of_their_own(runs, tmp_path, capsys):
+    run, other = runs["causal_lm", "lion_s"], tmp_path / "other.txt"
+    other.write_text(TEXT[::-1])
+    command = ["eval", run, "--lengths", "16", "--tokens", "32", "--form", "full", "--out", tmp_path]
+    assert here(*command) == 0 and here(*command, f"data.path={other}") == 0
+    assert len({row["fingerprint"] for row in rows_of(tmp_path)}) == 2
+    assert (tmp_path / "extrapolation.md").read_text().count("\n## ") == 2
+
+
 def test_beyond_the_positions_there_is_nothing(runs, tmp_path, capsys):
     assert here("eval", runs["causal_lm", "softmax"], "--lengths", "8,16,32", "--out", tmp_path) == 0
     out, err = capsys.readouterr()

@@ -91,8 +91,13 @@ def test_a_papers_number_stands_beside_the_same_model_on_the_same_data(runs):
         "shakespeare_char_softmax": "-",
     }.items():
         assert published(resolve(name)) == number, name
-    for other in ("data.name=cifar100", "model.dim=768", "model.attention.direction=forward", "model.mixer=gla"):
-        assert published(resolve("deit_small_lion_s", [other])) == "-"
+    others = ["data.name=cifar100", "model.dim=768", "model.attention.direction=forward", "model.mixer=gla"]
+    others += ["model.mlp_ratio=1", "data.image_size=[64,64]", "data.limit=100", "init_from=run"]
+    for other in others:
+        assert published(resolve("deit_small_lion_s", [other])) == "-", other
+    for same in ("model.attention.form=chunk", "data.root=here", "trainer.epochs=3", "seed=1"):
+        assert published(resolve("deit_small_lion_s", [same])) == "74.0", same
+    assert published(resolve("lra_listops_lion_s", ["data.min_length=10", "data.max_length=60"])) == "-"
 
 
 def test_claims_are_those_of_the_tables():

@@ -28,6 +28,9 @@ def test_rows_grow_and_are_replaced(tmp_path):
     for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
         with pytest.raises(ConfigError, match="not a report of this command"):
             Store(path, **other).load()
+    later = Store(path, later=("c",), rows=("a", "c")).load()
+    assert set(later.rows) == {(row["a"], None) for row in again.rows.values()}
+    assert [len(rows) for rows in later.groups(("c",))] == [len(later.rows)]
 
 
 def test_two_processes_keep_the_rows_of_each_other(tmp_path):
@@ -82,7 +85,7 @@ def test_the_reports_of_this_repository_can_be_added_to():
         (train, "train", ("mixer",)),
         (inference, "inference", ("size", "form", "chunk_size")),
     ):
-        store = Store(folder / f"{name}.json", rows=(*module.SETTING, *key)).load()
+        store = Store(folder / f"{name}.json", later=module.LATER, rows=(*module.SETTING, *key)).load()
         assert store.rows and module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))
 
 

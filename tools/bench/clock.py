@@ -33,7 +33,7 @@ from lion.evaluation.timing import seconds
 from lion.trainer.memory import process_peak
 from tools.bench import OUT
 from tools.bench import gpu as estimates
-from tools.bench.gpu import DEFAULT, FORMS, order
+from tools.bench.gpu import CASE, DEFAULT, FORMS, case, order
 from tools.bench.operators import OPERATORS
 from tools.bench.ops import softmax
 from tools.cli import Parser, count, say, table
@@ -46,7 +46,7 @@ SETTING = ("device", "dtype", "heads", "dim")
 KEY = (*SETTING, "name", "form", "length", "batch")
 TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
 SPAN = 0.01  # seconds of a measurement, at least
-HEADER = ["mixer", "form", "tokens", "us", "estimate", "x estimate", "x softmax", "estimated", "no graphs", "peak / q"]
+HEADER = [*CASE, "us", "estimate", "x estimate", "x softmax", "estimated", "no graphs", "peak / q"]
 GRAPH, LAUNCHED = "graph", "launched"
 
 
@@ -207,7 +207,7 @@ def captured(once: Callable[[], object]) -> Callable[[], None]:
 
 
 def title(row: Row) -> str:
-    return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}, about {TOKENS:,} tokens a batch"
+    return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}"
 
 
 def cells(row: Row, counted: dict[tuple, Row]) -> list[str]:
@@ -218,7 +218,7 @@ def cells(row: Row, counted: dict[tuple, Row]) -> list[str]:
     alone = f"{1e6 * row[LAUNCHED]['seconds']:,.0f}"
     q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
     times = [f"{us:,.0f}", *near, f"{row[GRAPH]['ratio']:.2f}", ratio, alone]
-    return [row["name"], row["form"], f"{row['length']:,}", *times, digits(row["peak_bytes"] / q)]
+    return [*case(row), *times, digits(row["peak_bytes"] / q)]
 
 
 def estimate(row: Row, counted: dict[tuple, Row]) -> tuple[float, float] | None:

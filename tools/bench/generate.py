@@ -129,10 +129,12 @@ def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
     found, shapes = {}, {}
     for name in runs:
         task, config = open_task(name)
-        found[config.label()] = task, config
         shapes[name] = f"{config.shape()}, vocabulary {task.info.vocabulary:,}"
         if shapes[name] != shapes[runs[0]]:
             raise ConfigError(f"{name}: expected one shape, got {shapes[name]}; {runs[0]} has {shapes[runs[0]]}")
+        if config.label() in found:
+            raise ConfigError(f"{name}: a second {config.label()}; omit one")
+        found[config.label()] = task, config
     task, config = open_task(runs[0])
     return {SOFTMAX: (task, config.with_mixer(SOFTMAX))} | found
 
@@ -247,7 +249,7 @@ def cells(row: Row, cache: int | None) -> list[str]:
 
 
 def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    caches = {(r["batch"], r["length"]): r["state_bytes"] for r in rows if r["mode"] == "kv"}
+    caches = {(r["batch"], r["length"]): r["state_bytes"] for r in rows if (r["mixer"], r["mode"]) == (SOFTMAX, "kv")}
     return HEADER, [cells(r, caches.get((r["batch"], r["length"]))) for r in sorted(rows, key=order)]
 
 

@@ -59,7 +59,8 @@ KEY = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "targ
 STAGES = ("forward", "backward")
 TEXT = ("mixer", "form", "recipe")  # columns of text
 TIMES = ["no graphs", "x softmax", "sm_80 / sm_90"]
-OPERATOR_HEADER = ["mixer", "form", "tokens", "kernels", "launches", "products", "bytes / q", "both", "us", *TIMES]
+CASE = ["mixer", "form", "tokens", "batch"]  # columns of `case`
+OPERATOR_HEADER = [*CASE, "kernels", "launches", "products", "bytes / q", "both", "us", *TIMES]
 STEP_HEADER = ["recipe", "tokens", "launches", "products", "fallbacks", "GB", "TFLOP", "tokens/s", "ms", *TIMES]
 
 
@@ -251,6 +252,11 @@ def by_stage(row: Row, value: Callable[[Row], str]) -> str:
     return " / ".join(value(row["parts"][stage]) for stage in STAGES if stage in row["parts"])
 
 
+def case(row: Row) -> list[str]:
+    """Return the cells that name the case of an operator."""
+    return [row["name"], row["form"], f"{row['length']:,}", f"{row['batch']:,}"]
+
+
 def operator_cells(row: Row) -> list[str]:
     q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
     moved = sum(cost["moved"] for cost in row["parts"].values())
@@ -259,7 +265,7 @@ def operator_cells(row: Row) -> list[str]:
     times = (f"{1e6 * seconds(row, 'parts', graphs):,.0f}" for graphs in (True, False))
     sizes = (by_stage(row, lambda cost: f"{cost['moved'] / q:.1f}"), f"{moved / q:.1f}")
     ends = [ratio(row), built(row)]
-    return [row["name"], row["form"], f"{row['length']:,}", *counts, products, *sizes, *times, *ends]
+    return [*case(row), *counts, products, *sizes, *times, *ends]
 
 
 def step_cells(row: Row) -> list[str]:
@@ -279,14 +285,14 @@ SECTIONS = (
 
 
 def order(row: Row) -> tuple:
-    return row["length"], rank(OPERATORS, row["name"]), row["name"], row["form"]
+    return row["length"], rank(OPERATORS, row["name"]), row["name"], row["form"], row["batch"]
 
 
 def title_of(row: Row) -> str:
     target = TARGETS[row["target"]]
     text = f"{target.name}, {row['dtype']}"
     if row["kind"] == "operator":
-        text += f", {row['heads']} heads of {row['dim']}, batch {row['batch']}; forward / backward"
+        text += f", {row['heads']} heads of {row['dim']}; forward / backward"
     return f"{text}, estimates"
 
 

@@ -11,11 +11,11 @@ is the same model with softmax attention (PyTorch's SDPA) and random weights, or
 recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full
 form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one
 attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the
-memory of SDPA and by the size of an attention matrix, which SDPA does not build. `peak` is the peak memory of the whole
-model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12` is the count for one
-attention layer with one head of the model's width by the paper's formulas. The plot of a run shows its latest
-measurement. `--evaluate N` also measures the task's metric on N held-out samples of every size, in the first variant
-that has the run's weights.
+memory of SDPA and by the size of softmax's attention matrices in one layer, which SDPA does not build. `peak` is the
+peak memory of the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12`
+is the count for one attention layer with one head of the model's width by the paper's formulas. The plot of a run shows
+its latest measurement. `--evaluate N` also measures the task's metric on N held-out samples of every size, in the first
+variant that has the run's weights.
 
 Results are added to `inference.md`, `inference.json` and `inference_RUN.png` in runs/bench, or in the folder `--out`.
 """
@@ -70,7 +70,8 @@ from tools.store import Row, Store, digits, pipes
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
 FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
-SETTING = ("device", "threads", "run", "batch", "compiled")
+LATER = ("against",)  # fields that rows of earlier versions lack
+SETTING = ("device", "threads", "run", "batch", "compiled", *LATER)
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
 DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with decay sigmoid(a) per head, and the `a` whose decay is 1
 FARTHEST = 65  # range of the search for the nearest valid size
@@ -111,6 +112,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     check_compiler(args.eager)
     loaded = open_model(args.run)
+    if args.against and loaded.recipe.model.mixer == SOFTMAX:
+        raise ConfigError(f"--against: {args.run} is softmax itself, measure {args.against} in a call of its own")
     args.sizes = args.sizes or (loaded.task.info.sample_size,)
     for size in args.sizes:  # refuses bad sizes and recipes before anything is measured
         check_size(loaded, size)
@@ -119,7 +122,8 @@ def main(argv: list[str]) -> int:
         if not loaded.checkpoint:
             raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
-    report = Store(args.out / "inference.json", rows=(*SETTING, "size", "form", "chunk_size")).load(args.fresh)
+    store = Store(args.out / "inference.json", later=LATER, rows=(*SETTING, "size", "form", "chunk_size"))
+    report = store.load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = {
@@ -230,10 +234,12 @@ def measure(job: Job, send: Send) -> None:
     device, loaded = pick_device(), open_model(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
+    matrix = 0
     trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
         task, model = build(loaded, job.size, variant, job.against)
-        tokens, heads = model.length, loaded.recipe.model.num_heads
+        tokens, heads = model.length, model.config.num_heads
+        matrix = matrix or matrix_bytes(job.batch, heads, tokens)  # of the first variant, softmax
         linear = variant.form == "full" and no_decay(loaded)  # Q (K^T V)
         square = not linear and variant.form in ("full", QUADRATIC)
         if square and not fits(square_bytes(job.batch, heads, tokens), device):
@@ -270,14 +276,14 @@ def measure(job: Job, send: Send) -> None:
             "size": job.size,
             "unit": task.info.size_unit,
             "tokens": tokens,
-            "dim": loaded.recipe.model.dim,
+            "dim": model.config.dim,
             "batch": job.batch,
             "device": device_name(),
             "threads": job.threads,
             "compiled": not job.eager,
             "against": job.against and Path(job.against).stem,
             **row,
-            "matrix_bytes": matrix_bytes(job.batch, heads, tokens),
+            "matrix_bytes": matrix,
             **stamp(job.command),
         }
     times = time_rounds(runs, job.rounds, job.seconds, device)

@@ -53,7 +53,8 @@ from tools.processes import Send, in_a_process
 from tools.store import Store, digits, pipes
 
 FLOOR = "without a mixer"
-SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch")
+LATER = ("overrides",)  # fields that rows of earlier versions lack
+SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch", *LATER)
 HEADER = ["mixer", "x softmax", "paper: x softmax", "x plain", "against", "ms a step", "tokens/s", "peak GiB"]
 
 
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
     check_compiler(args.eager)
-    report = Store(args.out / "train.json", rows=(*SETTING, "mixer")).load(args.fresh)
+    report = Store(args.out / "train.json", later=LATER, rows=(*SETTING, "mixer")).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = [
@@ -208,12 +209,14 @@ def measure(job: Job, send: Send) -> None:
     device = pick_device()
     runs: dict[str, Callable[[], object]] = {}
     rows: dict[str, dict[str, Any]] = {}
+    batch = job.batch
     for name, (recipe, task) in models(job).items():
         send({"kind": "progress", "text": f"  {name}: {'warming up' if job.eager else 'compiling'}"})
         precision = job.precision or (recipe.trainer.precision if device.type == "cuda" else "fp32")
         torch.manual_seed(0)
         model = task.build_model(recipe.model)
-        batch = job.batch or max(1, round((50_000 if device.type == "cuda" else 1_600) / model.length))
+        if batch is None:  # that of the first model, for all
+            batch = max(1, round((50_000 if device.type == "cuda" else 1_600) / model.length))
         example = task.example(batch, device)
         steps = {name: training_step(model, task, recipe, example, precision, device, compiled=not job.eager)}
         if job.plain and name == SOFTMAX:
@@ -235,6 +238,7 @@ def measure(job: Job, send: Send) -> None:
                 "size": job.size,
                 "unit": task.info.size_unit,
                 "batch": batch,
+                "overrides": shlex.join(job.overrides) or None,
                 "tokens": model.length,
                 "parameters": count_parameters(model),
                 "peak_bytes": process_peak(step, device),
@@ -288,11 +292,12 @@ def training_step(
 def title(row: dict[str, Any]) -> str:
     how = "compiled" if row["compiled"] else "eager"
     products = "" if row["matmul"] == "highest" else f" with products of {row['matmul']} precision"
+    changed = f"; {row['overrides']}" if row.get("overrides") else ""
     tokens = f"{row['tokens']:,} tokens"
     size = tokens if row["unit"] == "tokens" else f"{row['size']} {row['unit']} ({tokens})"
     return (
         f"{size}, batch {row['batch']}, {row['model']}, {row['shape']}: {row['device']}, "
-        f"{row['threads']} threads, {row['precision']}{products}, {how}"
+        f"{row['threads']} threads, {row['precision']}{products}, {how}{changed}"
     )
 
 

@@ -29,6 +29,7 @@ from tools.gpu.targets import Target
 
 FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
 FREE += ("clone",)  # fake gradients are cloned; real gradients are used unchanged
+OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_")  # do not read their target
 
 
 @dataclass
@@ -143,13 +144,23 @@ class Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.is_view or name.startswith(FREE):
             return out
-        read, written = tensors_of((args, kwargs)), tensors_of(out)
-        if name.endswith("_"):  # in place
-            written = read
+        read = tensors_of((args[1:] if name in OVERWRITING else args, kwargs))
+        written = tensors_of(changed(func, args, kwargs or {}) or out)
         flops = operator_flops(func, args, kwargs or {}, out)
         moved = sum(x.numel() * x.itemsize for x in (*read, *written))
         self.cost += Cost(launches=int(not flops), library=int(bool(flops)), moved=moved, flops=flops)
         return out
+
+
+def changed(func: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """Return the arguments that an operator writes in place, by its schema.
+
+    Fused optimizers declare gradients, too, but write them only if they are scaled.
+    """
+    schema = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(schema, args)} | kwargs
+    names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
+    return [given[name] for name in names if name in given]
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import NamedTuple
 
-from lion.recipe import Recipe
+from lion.config import flatten, to_dict
+from lion.recipe import Recipe, free_keys
 from tools.compose import metric_of, resolve
 from tools.listing import NO_ROW, recipe_files
 from tools.paper.tables import SCALES, cells, read_tables
@@ -46,7 +48,7 @@ def published(recipe: Recipe) -> str:
 
 
 @functools.cache
-def results() -> list[tuple[tuple[str, ...], str]]:
+def results() -> list[tuple[str, str]]:
     """Return the papers' results in our recipes, each with the kind of its recipe, without the name of the metric."""
     recipes = [resolve(path) for path in recipe_files().values()]
     return [
@@ -56,10 +58,12 @@ def results() -> list[tuple[tuple[str, ...], str]]:
     ]
 
 
-def kind_of(recipe: Recipe) -> tuple[str, ...]:
-    """Return the task, the data set, and the name, shape and mixer of the model."""
-    model = recipe.model
-    return of(recipe), recipe.data.name, type(model).__qualname__, model.label(), model.shape()
+def kind_of(recipe: Recipe) -> str:
+    """Return the task, the start, and all settings of data and model that affect a result, as text."""
+    found = {"model": to_dict(recipe.model.resolved()), "data": to_dict(recipe.data)}
+    free = {*free_keys(recipe), "model.attention.form", "model.attention.chunk_size"}
+    values = {key: value for key, value in flatten(found).items() if key not in free}
+    return json.dumps([of(recipe), recipe.init_from is None, values], sort_keys=True)
 
 
 def of(recipe: Recipe) -> str:
