@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -65,7 +66,10 @@ class RunConfig:
 
 @dataclass
 class Recipe:
-    """A complete description of a run."""
+    """A complete description of a run.
+
+    `imports` names Python modules that are imported first, because they register mixers of your own.
+    """
 
     task: Any
     model: Any
@@ -77,6 +81,7 @@ class Recipe:
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = setting(0, min=0)
     init_from: str | None = None
+    imports: tuple[str, ...] = setting((), free=True)
 
     @property
     def folder(self) -> Path:
@@ -114,6 +119,7 @@ def load_recipe(
         key = key.partition("[")[0]
         return next((s for k, s in reversed(sources.items()) if k == key or k.startswith(f"{key}.")), str(path))
 
+    import_modules(values.get("imports"), source("imports"))
     values.setdefault("run", {})
     if isinstance(values["run"], dict) and values["run"].get("name") is None:
         values["run"]["name"] = path.stem
@@ -141,6 +147,20 @@ def load_recipe(
             raise ConfigError(f"{source('data.name')}: {error}") from None
     built = {name: build(schema, values[name], source=source, key=name) for name, schema in schemas.items()}
     return build(Recipe, {**values, **built}, source=source)
+
+
+def import_modules(names: Any, source: str) -> None:
+    """Import the modules of a recipe, whose other settings may need them; `build` checks the type of `names`.
+
+    Raises:
+        ConfigError: A module cannot be imported.
+    """
+    for name in names if isinstance(names, (list, tuple)) else ():
+        try:
+            importlib.import_module(str(name))
+        except Exception as error:  # a module of the user can raise anything
+            reason = (str(error).splitlines() or [""])[0]
+            raise ConfigError(f"{source}: imports: {name}: {type(error).__name__}: {reason}") from error
 
 
 def own_claim(data: dict[str, Any]) -> dict[str, str]:

@@ -3,12 +3,14 @@
 import importlib
 import json
 import re
+import sys
 
 import pytest
 
 import lion.runs
 from data import DATASETS
-from tests.helpers import ROOT, here, tiny_recipe
+from lion.layers.mixers import LINEAR, MIXERS
+from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
 from tools.bench.train import published
@@ -44,6 +46,30 @@ def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
         for code in blocks(path, "python"):
             exec(code, held)
     assert held["logits"].shape == (1, 10) and held["model"].num_classes == 10
+
+
+def test_a_recipe_imports_the_mixer_of_the_readme(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("sklearn")
+    (code,) = (text for text in blocks(ROOT / "lion/layers/README.md", "python") if "register_mixer(" in text)
+    (tmp_path / "my_mixers.py").write_text(code)
+    (tmp_path / "broken_mixers.py").write_text("raise KeyError('gate')")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = tiny_recipe(tmp_path, imports=["my_mixers"], model={"mixer": "half_life"})
+    try:
+        assert here("train", recipe, "--no-eval") == 0
+        run = tmp_path / "runs" / "tiny"
+        assert here("eval", run, "--form", "rnn") == 0
+        assert lion.load(run, compile=False).config.mixer == "half_life"
+    finally:
+        for table, key in ((MIXERS, "half_life"), (LINEAR, "half_life"), (sys.modules, "my_mixers")):
+            table.pop(key, None)
+    capsys.readouterr()
+    assert "tiny.yaml: imports: my_mixers_: ModuleNotFoundError" in refuse(
+        capsys, "train", tiny_recipe(tmp_path, imports=["my_mixers_"])
+    )
+    assert "override: imports: broken_mixers: KeyError: 'gate'" in refuse(
+        capsys, "train", recipe, "imports=[broken_mixers]"
+    )
 
 
 def test_no_report_names_a_folder_of_a_machine():

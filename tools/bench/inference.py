@@ -72,6 +72,7 @@ FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
 LATER = ("against",)  # fields that rows of earlier versions lack
 SETTING = ("device", "threads", "run", "batch", "compiled", *LATER)
+KEY = (*SETTING, "size", "form", "chunk_size")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
 DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with decay sigmoid(a) per head, and the `a` whose decay is 1
 FARTHEST = 65  # range of the search for the nearest valid size
@@ -122,8 +123,7 @@ def main(argv: list[str]) -> int:
         if not loaded.checkpoint:
             raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
-    store = Store(args.out / "inference.json", later=LATER, rows=(*SETTING, "size", "form", "chunk_size"))
-    report = store.load(args.fresh)
+    report = Store(args.out / "inference.json", later=LATER, rows=KEY).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     jobs = {
@@ -221,8 +221,7 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
             fixed = {name: part for name, part in model.named_modules() if isinstance(part, FixedDecay)}
             weights |= {f"{name}.a": torch.full_like(part.a, LAMBDA_1) for name, part in fixed.items()}
         model.load_state_dict(weights)
-        form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
-        set_form(model, form, variant.chunk_size)
+        set_form(model, "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form, variant.chunk_size)
         if variant.form == BLOCKWISE:
             use_blockwise(model)
     return task, model
@@ -397,6 +396,5 @@ def curves(fig: Any, rows: list[Row]) -> None:
         ax.set_xticks(ticks, [str(t) for t in ticks], rotation=45)
         ax.grid(True, which="both", color="0.9", linewidth=0.7)
         ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = ax.get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside right center", frameon=False)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
     fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
