@@ -10,8 +10,8 @@ ratio is 1, and without a mixer (every layer passes v on), which is the lower bo
 eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row, as the
 paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time
 divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
-comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, with its kernels and those of the
-authors of Hydra and Vim.
+comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, of LION in plain PyTorch and of
+Hydra and Vim with the kernels of their authors.
 
 Results are added to `train.md` and `train.json` in runs/bench, or in the folder `--out`.
 """

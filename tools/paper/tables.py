@@ -117,7 +117,8 @@ class Table:
         distance: Images that every run at scale `mini` generates, to compare their distances from real ones in place of
             the metric of the task.
         glue: Fine-tuning of the runs; None: no fine-tuning.
-        claims: Pairs of rows (better, worse) that the paper prints in this order, at all sizes and in all tables.
+        claims: Pairs of rows (better, worse) that the paper prints in this order on the same data, at all sizes and in
+            all tables.
         open: Pairs of rows to compare, of which one is not in the paper, or which it prints in opposite orders.
         notes: What else differs between the rows of a claim, by claim: "better > worse".
         published_seeds: Number of seeds at scale `published`.
