@@ -184,6 +184,10 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lightnet without TPE": ["60.32"],
         "lightnet without LRPE": ["54.21"],
     },
+    "The readout: cls or the mean of all tokens, CIFAR-10": {
+        "softmax, mean": ["56.40"],
+        "lion_s with positions, cls": ["57.27"],
+    },
     "LION, Table 5: ListOps": {
         "softmax": ["41.46"],
         "softmax rotary": ["45.17"],

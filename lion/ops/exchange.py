@@ -98,10 +98,10 @@ class Part(NamedTuple):
         return self.first[:, (self.rank + 1) % self.count] if reverse else self.last[:, self.rank - 1]
 
     def outside(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return boolean masks (count, B or 1) of the earlier parts in the sequence of the first token of this part.
+        """Return two boolean masks (count, B or 1) of the other parts.
 
-        The second mask is that of the later parts in the sequence of the last token. A part that lies in several
-        sequences counts with the one that is next to this part.
+        The first one marks earlier parts in the sequence of this part's first token, the second one later parts in the
+        sequence of its last token. A part that lies in several sequences counts with the one next to this part.
         """
         place = torch.arange(self.count, device=device)[:, None]
         before, after = place < self.rank, place > self.rank

@@ -1,4 +1,4 @@
-"""Gradients that have no derivative of their own, and say so.
+"""Gradients that raise an error when they are differentiated again.
 
 `torch.autograd.function.once_differentiable` marks the gradients alone: where `torch.autograd.grad` asks for the
 gradients of given inputs, it passes by the mark and returns a wrong second derivative, without an error.

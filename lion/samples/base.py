@@ -1,4 +1,4 @@
-"""Contract between data sets and tasks: splits of samples, and the facts that a model must know about them."""
+"""Contract between data sets and tasks: splits of samples, and the metadata that models need."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True)
 class Info(ABC):
-    """Facts about data that a model must know. Each kind of data has a frozen dataclass, stored in every checkpoint."""
+    """Metadata of data that models need. Each kind of data has a frozen dataclass, stored in every checkpoint."""
 
     kind: ClassVar[str]  # noun for the samples in error messages
     size_unit: ClassVar[str] = "tokens"  # unit of `sample_size`

@@ -12,7 +12,7 @@ from lion.samples.base import Info
 
 @dataclass(frozen=True)
 class ImageInfo(Info):
-    """Facts about image data that a model must know.
+    """Metadata of image data that models need.
 
     Attributes:
         size: (height, width).

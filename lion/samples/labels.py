@@ -12,7 +12,7 @@ UNLABELLED = -100  # label of tokens without a class, which PyTorch's cross-entr
 
 @dataclass(frozen=True)
 class TokenLabelsInfo(Info):
-    """Facts about labelled tokens that a model must know.
+    """Metadata of labelled tokens that models need.
 
     A sample is {"tokens": int64 (L, ids), "labels": int64 (L,)}; a label is a class, or `UNLABELLED`. The embedding of
     a token is the sum of the embeddings of its ids.

@@ -23,7 +23,7 @@ def padded_length(longest: int, limit: int, shapes: int = SHAPES) -> int:
 
 @dataclass(frozen=True)
 class SequenceInfo(Info):
-    """Facts about long sequences with a class each that a model must know.
+    """Metadata of long sequences with a class each that models need.
 
     A sample is {"tokens": int64 (L,), "label": int} or {"pixels": uint8 (L,), "label": int}. A pair of documents is
     {"tokens": int64 (L,), "second": int64 (L2,), "label": int}.

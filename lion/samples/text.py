@@ -18,7 +18,7 @@ class OtherVocabulary(ConfigError):
 
 @dataclass(frozen=True)
 class TextInfo(Info):
-    """Facts about text that a model must know.
+    """Metadata of text that models need.
 
     A sample is {"tokens": int64 (L,)}. Where documents are packed or padded it also holds {"segments": int64 (L,)}: the
     number of the token's document within the row, -1 for padding.
@@ -95,7 +95,7 @@ class TextInfo(Info):
 
 @dataclass(frozen=True)
 class LabelledTextInfo(TextInfo):
-    """Facts about labelled sequences that a model must know.
+    """Metadata of labelled sequences that models need.
 
     A batch is {"tokens", "types", "segments": int64 (B, L), "label": int64 or float32 (B,)}. A row is one document,
     padded; `types` are 1 in the second of two parts.

@@ -75,7 +75,7 @@ MLPS: dict[str, dict[str, Any]] = {  # by `model.mlp`
 
 
 class LionVisionTransformer(VisionTransformer):
-    """timm's `VisionTransformer` with linear attention layers that know the places of the patches.
+    """timm's `VisionTransformer` with linear attention layers that receive the places of the patches.
 
     Prefix tokens (cls, registers) do not decay in Lion-S. Several scans, rotations and MD-TPE use rows and columns.
 

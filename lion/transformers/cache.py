@@ -36,7 +36,7 @@ class LionCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False, so that `generate` leaves out the tokens that the cache has read; of an empty list it would not."""
+        """Return [False], so that `generate` omits tokens that the cache has read; with an empty list it would not."""
         return [False]
 
     @property

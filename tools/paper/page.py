@@ -28,9 +28,9 @@ LEGEND = f"""\
 A claim is a pair of rows that a paper prints in one order, by their metric on the same data, at all sizes and in all
 tables in which both stand: a row of the paper against a baseline, against another row of the same model, or in a
 sentence of the text. A question is a pair of which one row is a control of ours, or which the papers print in opposite
-orders; each is listed once, also where several tables ask it, and not where a claim has the same runs. "Paper" is the
-difference of the paper's values in the first column that has both rows. "Parameters" is the first row's number divided
-by the second's.
+orders; each is listed once, also where several tables ask it, and not where a claim has the same runs. Claims of two
+tables about the same runs are listed twice, and count once in the correction. "Paper" is the difference of the paper's
+values in the first column that has both rows. "Parameters" is the first row's number divided by the second's.
 
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), or [lowest, highest] where that
 interval would go beyond 0 or 100 %, and in brackets the number of seeds. The papers' columns are as printed. A table

@@ -41,14 +41,14 @@ class AttentionConfig:
     directions and "target" in a single direction, as in the paper (`lion.ops.decay`). The same weights then make
     different masks. An explicit `decay_convention` holds in every direction.
 
-    `decay_temperature` T changes the decays of LION to `lambda^(1/T)`. With `lambda = sigmoid(0)` at the start of
-    training, half of a token's weight is left after T tokens; the paper has T = 1, GLA 16.
+    `decay_temperature` T changes the decays of Lion-D and Lion-S to `lambda^(1/T)`. With `lambda = sigmoid(0)` at the
+    start of training, half of a token's weight is left after T tokens; the paper has T = 1, GLA 16.
 
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
     `block="published"` adds the parts that the publication of the mixer has around its recurrence; the mixers of LION
-    have none. In any mixer, each part can be set by itself. In the order of the computation they are:
+    have none. In most mixers each part can be set by itself; others refuse it. In the order of computation they are:
 
     - `token_shift` mixes each token with the one before (`lion.layers.convolution.TokenShift`), with separate weights
       for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate. RWKV-6's depend on the token.

@@ -69,7 +69,10 @@ class Mixer(nn.Module):
 
     @staticmethod
     def knows_order(name: str, config: Any) -> bool:
-        """Return whether the mixer `name` with a resolved config knows the order of tokens by itself."""
+        """Return whether the mixer's outputs depend on the order of tokens without position embeddings.
+
+        `config` is resolved.
+        """
         return False
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
@@ -172,6 +175,7 @@ def batches(state: Any) -> Iterator[int]:
 
 
 def mixers_of(model: nn.Module) -> list[Mixer]:
+    """Return all mixers of a model, in the order of its modules."""
     return [m for m in model.modules() if isinstance(m, Mixer)]
 
 

@@ -175,7 +175,7 @@ class GeneralizedDeltaRule(Decay):
 
 
 class RWKV7Attention(LionAttention):
-    """RWKV-7: its token shift has a sixth output, for a, and the keys of its bonus are those that are written."""
+    """RWKV-7 attention: the token shift has a sixth output, for a, and the bonus uses the keys that are written."""
 
     shifts = 6
 
@@ -234,7 +234,7 @@ FAMILY = {
                 "out_gate": "inner_sigmoid",
                 "out_gate_rank": 128,
             },
-            left_out="values of the first layer (a layer knows no other)",
+            left_out="values of the first layer (of another layer)",
         ),
     ),
 }

@@ -127,12 +127,13 @@ class LionAttention(Attention):
             "lion_s_hippo" (long sequences), "linear_transformer", "performer", "retnet", "gated_rfa", "mamba2",
             "mamba", "rwkv6", "gla", "hgrn2", "xlstm", "deltanet", "gated_deltanet", "kda", "comba", "gdn2", "rwkv7",
             "deltaproduct", "lightnet". None: "lion_s", or the mixer of a class that has only one.
-        config: Settings as one object, `AttentionConfig`; None selects the published settings of the mixer.
+        config: Settings as one object, `AttentionConfig`; None selects the defaults of the mixer, with a plain
+            block.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
             "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
             `chunk_size`, `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published
-            recurrence; in any mixer, each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`,
+            recurrence; in most mixers each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`,
             `value_ratio`, `conv_width`, `conv_first`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`,
             `bonus`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
 

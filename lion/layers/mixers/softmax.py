@@ -1,4 +1,4 @@
-"""Softmax attention, the baseline, and a layer without mixing, the floor."""
+"""Softmax attention, the baseline, and a layer without mixing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lion.ops.rotary import rotate_each
 from lion.ops.tokens import flip
 
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
-NONE = "none"  # the floor: values pass through unchanged
+NONE = "none"  # no mixing: values pass through unchanged
 
 
 @state_type
@@ -197,10 +197,10 @@ class NoMixing(Attention):
 
     @staticmethod
     def info(name: str) -> MixerInfo:
-        return MixerInfo("the floor: values go through", "-", "-")
+        return MixerInfo("no mixing of tokens: the lower bound of cost", "-", "-")
 
     def check_split(self, count: int) -> None:
-        """A layer without mixing has nothing to split."""
+        """Accept any number of processes: a layer without mixing exchanges nothing."""
 
     @property
     def causal(self) -> bool:
