@@ -7,12 +7,10 @@ timm; `./run.sh convert` makes a run from the weights of such a model.
 
 from __future__ import annotations
 
-from lion.distribution import NAME
-
 try:
     from timm.layers import resolve_self_attn_mask  # noqa: F401 (since 1.0.26, like the masks of its models)
 except ImportError:
-    raise ImportError(f"lion.timm needs timm 1.0.26 or newer: pip install -U '{NAME}[timm]'") from None
+    raise ImportError("lion.timm needs timm 1.0.26 or newer: pip install -U 'timm>=1.0.26'") from None
 
 from lion.timm.layers import LionAttention, attention
 from lion.timm.vision_transformer import LionVisionTransformer

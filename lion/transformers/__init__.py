@@ -5,8 +5,6 @@ The import registers `LionConfig` and all models, so that the Auto classes find 
 models: `attn_implementation="lion_lit"`.
 """
 
-from lion.distribution import NAME
-
 try:
     import transformers
 
@@ -14,7 +12,7 @@ try:
         raise ImportError
 except ImportError:
     raise ImportError(
-        f"lion.transformers needs transformers 5.23 or newer: pip install -U '{NAME}[transformers]'"
+        "lion.transformers needs transformers 5.23 or newer: pip install -U 'transformers>=5.23'"
     ) from None
 
 from lion.transformers.attention import add_decays, check_attention, register_attention

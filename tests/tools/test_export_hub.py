@@ -237,5 +237,5 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     line = refuse(capsys, "export", run, tmp_path / "out")
-    assert "needs transformers 5.23 or newer: pip install -U 'lion-attention[transformers]'" in line
+    assert "needs transformers 5.23 or newer: pip install -U 'transformers>=5.23'" in line
     assert not (tmp_path / "out").exists()

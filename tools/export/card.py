@@ -72,7 +72,7 @@ A model for {task} with the mixer `{c.mixer}` of the package `{NAME}`.
 ## Use
 
 ```bash
-pip install '{NAME}[transformers]'
+pip install '{NAME}[transformers]'  # or, in a clone of the package: pip install '.[transformers]'
 ```
 
 ```python
