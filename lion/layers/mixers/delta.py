@@ -234,7 +234,7 @@ FAMILY = {
                 "out_gate": "inner_sigmoid",
                 "out_gate_rank": 128,
             },
-            left_out="values of the first layer (of another layer)",
+            left_out="values of the first layer",
         ),
     ),
 }

@@ -216,7 +216,7 @@ LINEAR_TRANSFORMERS = {
         scale=1.0,
         source="2404.07904",
         block={"value_map": "silu", "out_norm": "rmsnorm"},
-        left_out="bounds that rise over layers (of another layer)",
+        left_out="bounds that rise over layers",
     ),
 }
 FAMILY = {name: Entry(LionAttention, fields) for name, fields in LINEAR_TRANSFORMERS.items()}
