@@ -270,7 +270,7 @@ def test_show_ends_with_what_a_recipe_costs_here(tmp_path, monkeypatch):
 
 
 def test_show_prints_what_it_knows_before_it_measures():
-    settings, known, *measured = parts("vim_base", [], 1, None)
+    settings, known, *measured = parts("vim_tiny", ["data.image_size=[32,32]"], 1, None)
     assert "mixer: vim" in settings and re.search(r"^model +vim, [\d,]+ parameters$", known, re.M)
     assert [text.split()[0] for text in measured[:2]] == ["memory", "time"]
 
