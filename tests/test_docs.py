@@ -155,6 +155,7 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
     "Positions: rotary softmax beside the mixers, CIFAR-10": {
         "softmax": ["56.54"],
         "softmax rotary": ["55.73"],
+        "softmax rotary 2-D": ["57.09"],
         "lion_lit": ["57.12"],
         "lion_s with positions": ["59.77"],
     },
