@@ -28,21 +28,24 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     quick = config.getoption("--quick")
+    fast = [item for item in items if not any(item.get_closest_marker(name) for name in ("every", *OUTSIDE))]
+    config.fast_tests = len({name_of(item) for item in fast})  # the cases of a quick run of these files
     if config.getoption("--every") or any("::" in name and "[" in name for name in config.args):
         return
     cases, chosen = defaultdict(list), set()
-    for item in items:
-        if item.get_closest_marker("every"):
-            continue
-        if not (quick and any(item.get_closest_marker(name) for name in OUTSIDE)):
-            cases[item.location[0], getattr(item, "originalname", item.name)].append(item)
+    for item in fast if quick else items:
+        if not item.get_closest_marker("every"):
+            cases[name_of(item)].append(item)
     for (file, _), several in cases.items():
         whole = not file.startswith(GRIDS) or several[-1].get_closest_marker("whole")
         chosen.update(several[-1:] if quick else several if whole else covering(several, GRID))
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-    if quick and len(items) > MOST_CASES:
-        raise pytest.UsageError(f"--quick: {len(items):,} cases, at most {MOST_CASES:,}; mark slow tests as slow")
+
+
+def name_of(item) -> tuple[str, str]:
+    """Return the file and the name of the test of a case."""
+    return item.location[0], getattr(item, "originalname", item.name)
 
 
 def pytest_collection_finish():

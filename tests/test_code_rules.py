@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import MOST_CASES
+
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     "config",
@@ -122,3 +124,8 @@ def test_one_place_asks_whether_code_is_exported():
     """In graphs of torch 2.11, `torch.compiler.is_exporting` is always True."""
     asking = [place(path) for path in SOURCES if "is_exporting()" in path.read_text()]
     assert asking == ["lion/ops/modes.py"]
+
+
+def test_a_quick_run_stays_quick(pytestconfig):
+    """Count one case of each collected test that is fast; where there are too many, slow tests need their marker."""
+    assert pytestconfig.fast_tests <= MOST_CASES

@@ -48,6 +48,7 @@ def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
     assert held["logits"].shape == (1, 10) and held["model"].num_classes == 10
 
 
+@pytest.mark.slow
 def test_a_recipe_imports_the_mixer_of_the_readme(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     (code,) = (text for text in blocks(ROOT / "lion/layers/README.md", "python") if "register_mixer(" in text)

@@ -40,6 +40,7 @@ def test_where_its_name_leads_nowhere_nothing_is_tried(monkeypatch, look_up, pro
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
+@pytest.mark.slow
 def test_a_library_that_is_loaded_already_retries_nothing():
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     made = subprocess.run(

@@ -150,6 +150,7 @@ def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
         labelled("some/set").build()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""

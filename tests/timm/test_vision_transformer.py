@@ -196,6 +196,7 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
             assert new.isfinite().all()
 
 
+@pytest.mark.slow
 def test_biases_of_convolutions_are_initialised_after_the_meta_device():
     kind = room.attention("lion_s", conv_width=3)
     settings = dict(img_size=32, embed_dim=30, num_heads=3, depth=1, attn_layer=kind)

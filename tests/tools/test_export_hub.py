@@ -187,6 +187,7 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
 
 
+@pytest.mark.slow
 def test_prompts_are_tokenised_as_by_generate(tmp_path, monkeypatch):
     """Check that no [SEP], at which a text ends, stands between a prompt and its continuation."""
     monkeypatch.setitem(RECIPES, "gpt", ("gpt2_tiny_lion_s", "wordpiece", 200))

@@ -94,6 +94,7 @@ def test_perplexity_by_hand(runs, tmp_path, capsys):
         assert row["deviation"] < 1e-4 and row["rate"] > 0
 
 
+@pytest.mark.slow
 def test_texts_are_tables_of_their_own(runs, tmp_path, capsys):
     run, other = runs["causal_lm", "lion_s"], tmp_path / "other.txt"
     other.write_text(TEXT[::-1])

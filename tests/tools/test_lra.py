@@ -29,6 +29,7 @@ SHRINK = [
 ]
 
 
+@pytest.mark.slow
 def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)

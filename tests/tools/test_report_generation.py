@@ -58,6 +58,7 @@ def store_values(runs, values):
         (run / FIGURES).write_text(json.dumps(held))
 
 
+@pytest.mark.slow
 def test_figures_are_kept_in_the_run(runs):
     held = json.loads((runs[0] / FIGURES).read_text())
     assert (held["reference"], held["steps"], held["guidance"]) == ("train", 2, 1.5)
