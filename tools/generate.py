@@ -190,9 +190,10 @@ def write(
             if stop.stopping:
                 break
     written = len(clock) - 1
-    show(first.end(args.state is not None) + "\n")
+    stored = args.state is not None
+    show(first.end(stored) + "\n")
     for i, (prompt, own) in enumerate(zip(prompts[1:], others), 1):
-        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.end(args.state is not None)}\n")
+        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.end(stored)}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
     each = [b - a for a, b in itertools.pairwise(clock[1:])]
     some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""

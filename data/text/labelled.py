@@ -210,7 +210,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
     @functools.cached_property
     def numeric(self) -> bool:
-        """Whether all training labels are numbers; text in the cells of a table may be a number.
+        """Return whether all training labels are numbers; text in the cells of a table may be a number.
 
         Raises:
             ConfigError: A column of fractions holds something else.
