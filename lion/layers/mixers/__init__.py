@@ -30,7 +30,7 @@ from lion.layers.mixers.linear import LinearMixer, LionAttention, linear_mixers
 from lion.layers.mixers.linear_transformers import RWKV6Attention
 from lion.layers.mixers.performer import PerformerAttention
 from lion.layers.mixers.registry import MIXERS, Entry, entry_of, own_settings
-from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention
+from lion.layers.mixers.softmax import NONE, SOFTMAX, NoMixing, SoftmaxAttention, reserve
 from lion.layers.mixers.vim import VIM, VimMixer
 from lion.layers.mixers.xlstm import MLSTMAttention
 
@@ -79,6 +79,7 @@ __all__ = [
     "make_mixer",
     "mixers_of",
     "register_mixer",
+    "reserve",
     "resolve_mixer",
     "set_form",
 ]

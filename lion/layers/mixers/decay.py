@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lion.layers.layout import PLAIN, Layout
 from lion.ops import NO_GATES, Gates, no_autocast
 
+__all__ = ["Decay", "Gating", "linear"]  # for mixers of your own
+
 
 class Gating(NamedTuple):
     """Keys and gates that a decay computes.
@@ -39,16 +41,23 @@ class Decay(nn.Module):
 
     Most decays have no state. A decay with a state (a running maximum, a running sum) starts from `initial_state` and
     returns the state after these tokens; with several segments, the state after the last segment. If `reverse` is set,
-    the decay scans tokens from right to left. With a `temperature` T, `forward` takes the roots `lambda^(1/T)` of
-    what `gating` computes; `tempered` decays take T from the settings of the layer.
+    the decay scans tokens from right to left.
+
+    Attributes:
+        per: Name of what has a lambda of its own, for the list of mixers.
+        delta: Whether the gates are those of a delta rule, with or without a decay.
+        value_gates: Whether each value dimension has a gate, so that values are as wide as keys.
+        scans: Whether several scans can share q, k and v, because only `log_decay` is computed.
+        temperature: T, by which `forward` divides the log decays of `gating`: it takes the roots `lambda^(1/T)`.
+        tempered: Whether a setting of the layer sets the temperature.
     """
 
-    per = "a token and head"  # what has a separate lambda
-    delta = False  # whether the gates are those of a delta rule, with or without a decay
-    value_gates = False  # whether each value dimension has a gate, so that values are as wide as keys
+    per = "a token and head"
+    delta = False
+    value_gates = False
+    scans = False
     temperature = 1.0
-    tempered = False  # whether a setting changes the temperature
-    scans = False  # whether several scans can share q, k and v, because only log_decay is computed
+    tempered = False
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -67,6 +76,10 @@ class Decay(nn.Module):
         return ()
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
+        """Return keys and gates; implemented by every decay.
+
+        Called outside autocast, with x in float32 or float64. A decay with a state takes it as the last argument.
+        """
         raise NotImplementedError
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -81,7 +94,10 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Apply a linear layer in the dtype of `x`, which is float32 or wider; a layer that replaces it, in its own."""
+    """Apply a linear layer in the dtype of `x`, float32 or float64, whatever the dtype of its weights.
+
+    A layer in its place, as an adapter or a quantised layer, computes in the dtype of its own parameters.
+    """
     if not is_plain(layer):
         dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), x.dtype)
         return layer(x.to(dtype)).to(x.dtype)
