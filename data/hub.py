@@ -10,12 +10,12 @@ import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
-from lion.config import ConfigError
+from lion.config import ConfigError, nearest
 
 
 def configure_hub() -> None:
@@ -78,6 +78,29 @@ def split_of(file: Path) -> str | None:
     if found := SHARD.fullmatch(file.stem):
         return found[1]
     return next((name for name in reversed(file.parts[:-1]) if name in ("train", *VAL, *TEST)), None)
+
+
+def configuration_of(root: Path, files: Sequence[Path], split: str, subset: str | None) -> str | None:
+    """Return the folder of the configuration `subset` in a clone from the Hub, or None to read the whole clone.
+
+    A configuration is a folder of parquet files, one of which is of the split. The folder `data` has no name.
+
+    Args:
+        root: The folder of the clone.
+        files: Its files, relative to `root`.
+        split: A split that every configuration has.
+        subset: The name of the configuration, or None.
+
+    Raises:
+        ConfigError: There are several configurations, or others than the one that is set.
+    """
+    tables = [f for f in files if f.suffix == ".parquet" and len(f.parts) > 1]
+    names = sorted({f.parts[0] for f in tables if split_of(f.relative_to(f.parts[0])) == split})
+    if subset in names:
+        return subset
+    if len(names) > 1 or (subset is not None and names not in ([], ["data"])):
+        raise ConfigError(f"data.subset: {root} has {', '.join(names)}, {nearest(str(subset), names)}")
+    return None
 
 
 @functools.cache

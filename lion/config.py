@@ -42,11 +42,11 @@ def setting(
     max: float | None = None,
     above: float | None = None,
     choices: typing.Iterable[str] | None = None,
-    free: bool = False,
+    free: bool | str = False,
 ) -> Any:
     """Define a dataclass field with a range (`min`, `max` inclusive, `above` exclusive), `choices`, or `free`.
 
-    A `free` field may change when a run is resumed.
+    A `free` field may change when a run is resumed; if it is "rounding", results are then rounded differently.
     """
     if choices is not None and not isinstance(choices, Mapping):  # a table keeps growing, as that of mixers
         choices = tuple(choices)
@@ -254,6 +254,18 @@ def changed(config: Any) -> dict[str, Any]:
     return found
 
 
+def rounding(config: Any, key: str = "") -> dict[str, Any]:
+    """Return the settings that are free up to rounding (`setting`), by dotted key."""
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value, path = getattr(config, f.name), join(key, f.name)
+        if f.metadata.get("free") == "rounding":
+            found[path] = value
+        elif dataclasses.is_dataclass(value):
+            found |= rounding(value, path)
+    return found
+
+
 def fill(config: Any, values: dict[str, Any]) -> Any:
     """Return a copy of a dataclass in which fields that are None are filled from `values`, section by section."""
     filled = copy.copy(config)
@@ -357,7 +369,7 @@ def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
                 raise ConfigError(f"override {item!r}: {parent!r} has both a value and keys")
         if isinstance(node.get(name), dict) and not isinstance(value, dict):
             raise ConfigError(f"override {item!r}: {name!r} has both a value and keys")
-        node[name] = value
+        node[name] = merge(node.get(name) or {}, value) if isinstance(value, dict) else value
     return tree
 
 

@@ -16,6 +16,7 @@ import yaml
 from lion.config import (
     ConfigError,
     build,
+    changed,
     flatten,
     join,
     merge,
@@ -228,8 +229,13 @@ def free_keys(config: Any, key: str = "") -> set[str]:
 
 
 def differences(old: dict, new: Recipe) -> list[str]:
-    """Return lines `key: old -> new` for the differences between a stored recipe of a run and a new recipe."""
+    """Return lines `key: old -> new` for the differences between a stored recipe of a run and a new recipe.
+
+    A key that an earlier version did not store had its default.
+    """
     free = free_keys(new) | {f"about.{f.name}" for f in dataclasses.fields(AboutConfig)}
     a, b = flatten(old), flatten(to_dict(new))
-    keys = [k for k in {**a, **b} if k not in free and a.get(k) != b.get(k)]
+    given = tuple(changed(new))
+    usual = {k for k in b if k not in a and not any(k == key or k.startswith(f"{key}.") for key in given)}
+    keys = [k for k in {**a, **b} if k not in free | usual and a.get(k) != b.get(k)]
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in keys]

@@ -61,6 +61,7 @@ def test_refusals_name_key_file_and_choice(values, message):
 
 def test_overrides_are_yaml_and_nest():
     assert parse_overrides(["a.b=1", "a.c=[1, x]", "d=null"]) == {"a": {"b": 1, "c": [1, "x"]}, "d": None}
+    assert parse_overrides(["a.b=1", "a={c: 2}"]) == parse_overrides(["a={c: 2}", "a.b=1"]) == {"a": {"b": 1, "c": 2}}
     for bad in ("a", "=1", "a..b=1", "a.=1"):
         with pytest.raises(ConfigError, match=r"expected section\.key=value"):
             parse_overrides([bad])

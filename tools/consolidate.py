@@ -13,6 +13,7 @@ from lion.config import ConfigError
 from lion.files import write_atomic
 from lion.runs import find_run, lock_run
 from lion.trainer.checkpoint_files import CONSOLIDATED, MANIFEST, load_state, newest, write_manifest
+from lion.trainer.checkpointer import TENSORS
 from lion.trainer.parallel import join_shards
 from tools.cli import Parser, run_command
 
@@ -31,7 +32,8 @@ def main(argv: list[str]) -> int:
                 sweep(found.path)  # files of an interrupted call
             print(f"{found.path} is not sharded, nothing to do")
             return 0
-        state = {**load_state(found.state), **join_shards(found.path)}
+        empty = {name: {} for name in TENSORS}  # shards have no entry of a part without tensors, as `ema` of some runs
+        state = {**load_state(found.state), **empty, **join_shards(found.path)}
         target = found.path / CONSOLIDATED
         write_atomic(target, lambda file: torch.save(state, file))
         write_manifest(found.path, [target], sharded=False)  # from now on this file is the checkpoint

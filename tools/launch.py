@@ -42,8 +42,11 @@ class Machines(NamedTuple):
         """Return the options of `torchrun`.
 
         Raises:
-            ConfigError: There are several machines, and no head; or a head without a port or of an unknown name.
+            ConfigError: Several machines without a head, one machine with a head, or a head without a port or of an
+                unknown name.
         """
+        if self.nodes == 1 and self.head is not None:
+            raise ConfigError("--head: one machine needs none, give their number with --nodes")
         if self.nodes == 1:
             where = ["--standalone"]
         elif self.head is None:

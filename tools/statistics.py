@@ -94,7 +94,8 @@ class Difference(NamedTuple):
 
 def paired(values: Values, first: str, second: str) -> Difference | None:
     """Compare two rows by the differences of runs with the same seed; None with fewer than two such pairs."""
-    gaps = [values[first][seed] - values[second][seed] for seed in values[first] if seed in values[second]]
+    seeds = [seed for seed in values[first] if seed in values[second]]
+    gaps = [round(values[first][seed] - values[second][seed], DIGITS) for seed in seeds]
     if len(gaps) < 2:
         return None
     return Difference(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)), len(gaps) - 1, len(gaps))
@@ -122,8 +123,8 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
         return None
     weights = inverse @ design.T @ found
     noise = ((found - design @ weights) ** 2).sum() / freedom
-    mean = round(float(contrast @ weights), 10)  # the last digits depend on the processor, which would decide ties
-    error = math.sqrt(noise * float(contrast @ inverse @ contrast))
+    mean = round(float(contrast @ weights), DIGITS)
+    error = round(math.sqrt(noise * float(contrast @ inverse @ contrast)), DIGITS)
     return Difference(mean, error, int(freedom), min(map(len, (values[first], values[second]))))
 
 
@@ -140,6 +141,7 @@ def welch(values: Values, first: str, second: str) -> Difference | None:
     return Difference(mean, math.sqrt(squared), freedom, min(len(one), len(other)))
 
 
+DIGITS = 10  # of differences and errors: the last digits are of rounding, which would decide ties
 NOISES = {"frame": two_way, "pairs": paired, "own": welch}
 
 

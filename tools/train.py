@@ -35,6 +35,7 @@ from lion.runs import (
     stored_recipe,
 )
 from lion.samples.base import Splits
+from lion.samples.seeds import derive
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import steps_of
 from lion.trainer.compilation import prepare_compiler
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> int:
     if not args.fresh and gathered(is_complete(recipe.folder))[0]:
         if first:
             show_complete(recipe)
-        if launched:
+        if dist.is_initialized():
             dist.destroy_process_group()
         return 0
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
@@ -133,6 +134,11 @@ def main(argv: list[str]) -> int:
     form = None if args.no_eval else args.form
     made_by = command_of(args.recipe, args.overrides, recipe, None if args.fresh else recipe.folder)
     return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
+
+
+def seed_of(rank: int, seed: int) -> int:
+    """Return the seed of a process; the first has that of the run, and no process that of another run."""
+    return seed if rank == 0 else derive(seed, "training", rank)
 
 
 def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | None) -> str:
@@ -203,7 +209,7 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
-    seed_everything(recipe.seed + runtime.batch_rank)
+    seed_everything(seed_of(runtime.batch_rank, recipe.seed))
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 
     def describe(state: RunState) -> None:

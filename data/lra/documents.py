@@ -23,6 +23,7 @@ from data.manifest import short_hash
 from data.text.corpus import whole
 from data.vision.hf import by_split
 from lion.config import ConfigError, setting
+from lion.samples.base import Splits
 from lion.samples.sequences import SequenceInfo
 
 FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
@@ -193,6 +194,11 @@ class Imdb(Documents):
     def held_out(self) -> dict[str, float]:
         return {"val": self.config.val_split} if self.config.val_split else {}
 
+    def build(self) -> Splits:
+        if self.config.val_split and self.folder.is_dir() and "val" in self.manifest()["samples"]:
+            raise ConfigError("data.val_split: data set 'imdb' already has validation documents, leave it null")
+        return super().build()
+
     def place(self) -> Any:
         if not self.config.path:
             raise ConfigError("data.path: missing, expected a Hub id, or a folder with train.jsonl and test.jsonl")
@@ -208,7 +214,8 @@ class Imdb(Documents):
         lines = {split: root / f"{split}.jsonl" for split in ("train", *VAL, *TEST)}
         found = {split: [path] for split, path in lines.items() if path.is_file()}
         if not found and root.is_dir():
-            found = {split: [Path(f) for f in files] for split, files in by_split(root, "train").items()}
+            tables = by_split(root, "train")
+            found = {split: [Path(f) for f in tables[split]] for split in ("train", *VAL, *TEST) if split in tables}
         if "train" not in found or (len(found) < 2 and not self.config.val_split):
             raise ConfigError(
                 f"data set '{self.config.name}': no {'test' if 'train' in found else 'train'}.jsonl in {root}; "
@@ -221,7 +228,13 @@ class Imdb(Documents):
         files = self.files(root) if root.exists() else None
         if files is not None and files["train"][0].suffix == ".jsonl":
             return Reviews({known(split): paths[0] for split, paths in files.items()}, self.config)
-        return ReviewTable(load_table(self.config.path, files), self.config)
+        tables = load_table(self.config.path, files)
+        if "train" not in tables or (len(tables) < 2 and not self.config.val_split):
+            raise ConfigError(
+                f"data set '{self.config.name}': {self.config.path!r} has the splits {', '.join(tables) or 'none'}; "
+                "expected train and test, or train with data.val_split=0.1"
+            )
+        return ReviewTable(tables, self.config)
 
 
 def known(split: str) -> str:

@@ -61,7 +61,7 @@ class TokenConfig(SequenceConfig):
     """
 
     length: int = setting(2048, min=2, max=2**20)
-    pad: str = setting("length", choices=("batch", "length"), free=True)
+    pad: str = setting("length", choices=("batch", "length"), free="rounding")
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size)

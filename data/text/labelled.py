@@ -119,16 +119,35 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         return make_tokenizer(name, texts, self.config.vocabulary)
 
     @functools.cached_property
-    def rows(self) -> dict[str, list[Row]]:
-        """The rows of each split, in memory; of `val` always, held out of `train` if it has no file.
+    def read(self) -> dict[str, list[Row]]:
+        """The rows of the splits that exist, as they were read.
 
         Raises:
-            ConfigError: The data are missing or cannot be read, or there are too few rows.
+            ConfigError: The data are missing or cannot be read.
         """
         found = {name: list(read_rows(*place)) for name, place in self.places.items()}
         for name, rows in found.items():
             if not rows:
                 raise ConfigError(f"{self.origin(name)}: no rows, the file is empty")
+        return found
+
+    @functools.cached_property
+    def rows(self) -> dict[str, list[Row]]:
+        """The rows of each split, in memory; of `val` always, held out of `train` if it has no file.
+
+        Rows with the label -1, "no label" in columns with names of classes, are left out.
+
+        Raises:
+            ConfigError: The data are missing or cannot be read, or there are too few rows.
+        """
+        found = dict(self.read)
+        for name, rows in found.items():
+            kept = [(where, row) for where, row in rows if row.get(self.label_column) != -1]
+            if 0 < len(kept) < len(rows) and names_of_classes(*self.places[name], self.label_column):
+                log.info(
+                    "%s: %d rows of %s are left out, their label is -1", self.origin(name), len(rows) - len(kept), name
+                )
+                found[name] = kept
         if "val" not in found:
             every, share = found["train"], self.config.val_split
             kept, held = split_indices(len(every), (share,))
@@ -185,7 +204,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
     def label_column(self) -> str:
         if self.config.label_column is not None:
             return self.config.label_column
-        _, row = self.rows["train"][0]
+        _, row = self.read["train"][0]
         found = next((name for name in LABELS if name in row), None)
         if found is None:
             raise ConfigError(f"data.label_column: must be set to one of {', '.join(row)}")

@@ -149,8 +149,9 @@ def assemble(
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
-    if documents == 1 and not tail:
-        log.info("data.path: one document, so its last %g %% are held out (data.split=tail)", 100 * held_out)
+    if held_out * documents < 1 and not tail:
+        share, what = 100 * held_out, "one document" if documents == 1 else f"{documents} documents"
+        log.info("data.path: %s, too few to hold out %g %% of them: the last %g %% of the text are", what, share, share)
         tail = True
     if tail:
         chosen, cut = np.empty(0, np.int64), total - max(1, round(held_out * total))

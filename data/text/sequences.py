@@ -45,7 +45,7 @@ class LabelledConfig(DataConfig):
 
     tokenizer: str = setting("bert-base-uncased", free=True)
     length: int = setting(128, min=8, max=2**20)
-    padding: str = setting("longest", choices=("longest", "max_length"), free=True)
+    padding: str = setting("longest", choices=("longest", "max_length"), free="rounding")
     shuffle: bool = True
 
     def resized(self, sample_size: int) -> Self:

@@ -12,7 +12,7 @@ from lion.config import ConfigError
 
 # keyword arguments of `csv.reader` by file suffix; in TSV files, quotes are characters like others
 DIALECTS = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
-NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 def table_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -44,4 +44,4 @@ def number_in(text: str) -> int | float | None:
     found = NUMBER.fullmatch(text)
     if found is None:
         return None
-    return float(text) if found[2] or found[3] else int(text)
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)

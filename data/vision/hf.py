@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path
-from data.hub import TEST, VAL, import_datasets, readable, split_of
+from data.hub import TEST, VAL, configuration_of, import_datasets, readable, split_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -76,22 +76,31 @@ def load_splits(config: HubConfig) -> Any:
         raise ConfigError("data.path: missing, expected a Hub id, a local folder or a parquet file")
     path = user_path(config.path)
     check_links(path)
+    if config.subset is not None and path.exists() and not (path / config.subset).is_dir():
+        raise ConfigError(f"data.subset: {path} has no folder {config.subset!r}, leave it null")
     with readable(config.path, path.exists()):
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
-        if path.is_dir() and (files := by_split(path, config.train)):
+        if path.is_dir() and (files := by_split(path, config.train, config.subset)):
             return datasets.load_dataset("parquet", data_files=files)
         if path.is_dir():
             return datasets.load_dataset("imagefolder", data_dir=str(path))
         return datasets.load_dataset(config.path, config.subset)
 
 
-def by_split(root: Path, train: str) -> dict[str, list[str]]:
-    """Group the parquet files under `root` by split, as on the Hub; files that name no split are those of `train`."""
+def by_split(root: Path, train: str, subset: str | None = None) -> dict[str, list[str]]:
+    """Group the parquet files under `root` by split, as on the Hub; files that name no split are those of `train`.
+
+    Raises:
+        ConfigError: There are several configurations, or others than `subset`.
+    """
     found: dict[str, list[str]] = {}
     # neither folders nor pipes
-    for file in sorted(f for f in root.rglob("*.parquet") if f.is_file() or not f.exists()):
-        found.setdefault(split_of(file.relative_to(root)) or train, []).append(str(file))
+    files = sorted(f.relative_to(root) for f in root.rglob("*.parquet") if f.is_file() or not f.exists())
+    if (chosen := configuration_of(root, files, train, subset)) is not None:
+        root, files = root / chosen, [f.relative_to(chosen) for f in files if f.parts[0] == chosen]
+    for file in files:
+        found.setdefault(split_of(file) or train, []).append(str(root / file))
     return found if train in found or len(found) != 1 else {train: next(iter(found.values()))}
 
 

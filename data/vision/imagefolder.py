@@ -5,6 +5,7 @@ One of `val` and `test` is enough.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from data.base import find_root, walk
+from data.hub import VAL
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError
 from lion.samples.base import Splits
 
+log = logging.getLogger("lion")
 HOW = (
     "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only ROOT/train/CLASS/*.jpg "
     "or ROOT/CLASS/*.jpg"
@@ -38,18 +41,26 @@ class ImageFolder(Pictures):
 
 
 def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
-    """Build the splits of the folders `train`, `val` and `test`; without a folder `train`, all of `root` is train."""
+    """Build the splits of the folders `train`, `val` and `test`; without a folder `train`, all of `root` is train.
+
+    `val` may have another name of `data.hub.VAL`. A folder `test` without classes, as ImageNet's, is left out.
+    """
     if not (root / "train").is_dir():
         if config.val_split is None:
             above = f"did you mean data.root={root.parent}? " if (root.parent / "train").is_dir() else ""
             raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
         return build_pictures(config, open_folder(root, config, how))
-    there = [(root / name).is_dir() for name in ("val", "test")]
-    if not any(there) and config.val_split is None:
+    val = next((root / name for name in VAL if (root / name).is_dir()), None)
+    test = root / "test" if (root / "test").is_dir() else None
+    if (val or config.val_split) and test is not None and not ClassFolders(test).classes:
+        log.warning("%s is left out, it has no class folders", test)
+        test = None
+    if val is None and test is None and config.val_split is None:
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
     train = open_folder(root / "train", config, how)
-    others = [open_folder(root / n, config, how) if ok else None for n, ok in zip(("val", "test"), there)]
-    return build_pictures(config, train, *others)
+    return build_pictures(
+        config, train, *(None if path is None else open_folder(path, config, how) for path in (val, test))
+    )
 
 
 def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:

@@ -80,7 +80,7 @@ def measure(
     Each of the `rounds` batches is read once, run in every form, and then dropped.
     """
     found = {form: Measured(task, runtime.device) for form in forms}
-    samples, seen = 0, set()
+    samples, rows, seen = 0, 0, set()
 
     def forward(batch: Batch) -> Outcome:
         with torch.inference_mode(), runtime.autocast(precision):
@@ -107,6 +107,7 @@ def measure(
         if not samples:
             shown.restart_clock()  # the first batch compiles
         samples += int(batch["mask"].sum())
+        rows += len(batch["mask"])  # with the padding of the last batch, which takes the same time
     shown.close()
     results = {}
     for form, measured in found.items():
@@ -119,7 +120,7 @@ def measure(
             "value": values[task.metric.name],
             "values": values,
             "remark": task.remark(values),
-            "samples_per_second": runtime.batch_world * samples / measured.seconds,
+            "samples_per_second": runtime.batch_world * rows / measured.seconds,
             "peak_bytes": None if None in peaks else max(peaks),
             "deviation": max(deviations),
         }

@@ -120,7 +120,8 @@ class Diffusion(Task):
         x, mask = scaled(batch["image"]), batch["mask"]
         times = (uniform(batch["key"], 1)[:, 0] * self.config.steps).long()
         noise = normal(mix(batch["key"]), x[0].numel()).view_as(x)
-        losses, found = self.errors(model, x, noise, times, batch["label"])
+        labels = batch["label"] if self.config.label_dropout < 1 else self.no_class(x)
+        losses, found = self.errors(model, x, noise, times, labels)
         part = times * TIME_RANGES // self.config.steps
         sums = {"loss": ((losses * mask).sum(dtype=torch.float64), mask.sum())}
         for i, metric in enumerate(PART_LOSSES):
@@ -131,10 +132,12 @@ class Diffusion(Task):
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Predict the noise (B, C, H, W) in images, at the middle time and without a class."""
         x = scaled(batch["image"])
-        half, none = (
-            torch.full((len(x),), n, device=x.device) for n in (self.config.steps // 2, len(self.info.classes))
-        )
-        return model(x, half, none).float()
+        half = torch.full((len(x),), self.config.steps // 2, device=x.device)
+        return model(x, half, self.no_class(x)).float()
+
+    def no_class(self, x: Tensor) -> Tensor:
+        """Return the label "no class" (B,) of a batch x (B, C, H, W)."""
+        return torch.full((len(x),), len(self.info.classes), device=x.device)
 
     def check_prediction(self) -> None:
         raise ConfigError("a run of task 'diffusion' generates images and classifies none: ./run.sh sample RUN")

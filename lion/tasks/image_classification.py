@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import ConfigError, setting
+from lion.config import ConfigError, changed, setting
 from lion.models import MODELS
 from lion.models.base import ImageClassifier
 from lion.samples.base import Batch
@@ -55,6 +55,9 @@ class ImageClassificationConfig:
         for name in ("mixup", "cutmix"):
             if 0 < getattr(self, name) < 1e-6:
                 raise ValueError(f"{name}: expected 0 (off) or at least 1e-06, got {getattr(self, name)}")
+        unused = [name for name in ("distillation", "teacher_share", "temperature") if name in changed(self)]
+        if self.teacher is None and unused:
+            raise ValueError(f"{unused[0]}: has no effect without a teacher, which task.teacher names")
 
 
 class ImageClassification(Task):

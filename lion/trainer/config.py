@@ -49,7 +49,7 @@ class TrainerConfig:
     matmul: str = setting("highest", choices=MATMUL)
     compile: bool = setting(True, free=True)
     compiled_code: str | None = setting(None, free=True)
-    memory_budget: float = setting(1.0, above=0, max=1, free=True)
+    memory_budget: float = setting(1.0, above=0, max=1, free="rounding")
     clip_grad: float | None = setting(None, above=0)
     ema: float | None = setting(None, min=0, max=1)
     eval_every: str | int = "1ep"
@@ -70,6 +70,8 @@ class TrainerConfig:
             raise ValueError(f"epochs: give exactly one of {which}, got {' and '.join(given) or 'none'}")
         if self.time is not None and not to_seconds(self.time):
             raise ValueError(f"time: expected hours ('24h') or minutes ('30min'), got {self.time!r}")
+        if self.ema == 1:
+            raise ValueError("ema: expected less than 1, with which the average would never change, got 1.0")
         for name in ("eval_every", "save_every", "batch_ramp"):
             timed = name == "save_every" or (name == "batch_ramp" and self.time is not None)
             value = getattr(self, name)

@@ -29,11 +29,12 @@ class Monitor:
     def __init__(self, state: RunState, batches: Batches, out: RunLog | NoLog) -> None:
         self.state, self.batches, self.out = state, batches, out
         self.skipped = 0  # number of skipped steps at the last report
+        self.saving = 0.0
         self.restart()
 
     def restart(self) -> None:
         """Restart the measurement, because the time since the last report was partly spent outside training."""
-        self.started, self.waited, self.saving, self.samples = time.perf_counter(), 0.0, 0.0, 0
+        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
 
     def report(self, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line with the values of the last step and the speed since the previous line."""
@@ -53,7 +54,7 @@ class Monitor:
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
         if self.saving:
-            values["save_seconds"] = self.saving
+            values["save_seconds"], self.saving = self.saving, 0.0
         if state.plan.ramp is not None:
             values["batch_size"] = state.taken
         faults = self.faults()

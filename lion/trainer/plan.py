@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from lion.config import ConfigError
+from lion.config import ConfigError, rounding
 from lion.trainer.config import TrainerConfig
 from lion.trainer.loader import steps_per_epoch
 from lion.trainer.optim import OptimConfig
@@ -25,6 +25,7 @@ class Plan:
         samples: Number of training samples, with repetitions; None if unknown.
         warmup: Length of the learning-rate warm-up, in the unit of `length`.
         ramp: Length of the batch-size ramp, in the unit of `length`; None: the batch size is constant.
+        rounding: Settings by dotted key that change the rounding of results, but not the run.
     """
 
     trainer: TrainerConfig
@@ -42,6 +43,7 @@ class Plan:
     save_seconds: float | None
     micro: int
     accumulation: int
+    rounding: dict[str, Any]
 
     @property
     def length(self) -> float:
@@ -140,6 +142,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         eval_every=every("trainer.eval_every", c.eval_every),
         save_every=None if save_seconds else every("trainer.save_every", c.save_every),
         save_seconds=save_seconds,
+        rounding=rounding(recipe),
     )
 
 

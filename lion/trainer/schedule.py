@@ -84,7 +84,7 @@ def constant(at: Moment) -> float:
 def budget_triangle(at: Moment) -> float:
     """Rise from 25 % of the peak to the peak over 75 % of the curve, then fall to the lowest rate (2212.14034)."""
     up, down = 0.25 + at.progress, (1 - at.progress) / 0.25
-    return at.peak * up if up <= down else at.least + (at.peak - at.least) * down
+    return max(at.least, at.peak * up) if up <= down else at.least + (at.peak - at.least) * down
 
 
 # learning rates after the warm-up, by name; a new schedule needs one function and one entry

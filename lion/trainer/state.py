@@ -191,6 +191,7 @@ class RunState:
             "micro_batch": self.plan.micro,
             "parallel": self.plan.trainer.parallel if self.runtime.world > 1 else "none",
             "compiled": self.compiled,
+            **self.plan.rounding,
         }
 
 
@@ -242,8 +243,11 @@ def time_text(seconds: float) -> str:
 
 
 def reproducibility_text(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a message on how far a resumed run reproduces a run without a stop, by the conditions of both."""
-    changed = [f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v]
+    """Return a message on how far a resumed run reproduces a run without a stop, by the conditions of both.
+
+    A condition that an earlier version did not record counts as unchanged.
+    """
+    changed = [f"{k} {then[k]} -> {v}" for k, v in now.items() if then.get(k, v) != v]
     if changed:
         return f"from here on: same data order, not the same bits ({', '.join(changed)})"
     if not now["deterministic"]:

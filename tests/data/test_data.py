@@ -150,6 +150,19 @@ def test_folders_for_training_and_test_alone(tmp_path):
     assert [len(s) for s in folder(tmp_path, val_split=0.25)[:3]] == [12, 4, 3]
 
 
+@pytest.mark.parametrize("name", ["valid", "validation", "dev"])
+def test_other_names_of_the_validation_images(tmp_path, name, caplog):
+    pictures(tmp_path, {"train": {"a": 8, "b": 8}, name: {"a": 3, "b": 2}, "test": {"a": 2, "b": 1}})
+    assert [len(s) for s in folder(tmp_path)[:3]] == [16, 5, 3]
+    for path in [*tmp_path.glob("test/*/*.png")]:  # as in the archive of ImageNet
+        path.rename(tmp_path / "test" / path.name)
+    for path in tmp_path.glob("test/*/"):
+        path.rmdir()
+    splits = folder(tmp_path)
+    assert (len(splits.train), len(splits.val), splits.test) == (16, 5, None)
+    assert "is left out, it has no class folders" in caplog.text
+
+
 def test_one_folder_without_a_split(tmp_path):
     pictures(tmp_path, {"": {"cat": 12, "dog": 8}})
     splits = folder(tmp_path, val_split=0.25)
@@ -454,6 +467,18 @@ def test_hf_parquet_in_split_folders(tmp_path):
     for split, count in (("train", 6), ("test", 4), ("validation", 2)):
         parquet(tmp_path / "default" / split / "0000.parquet", count)
     assert [len(s) for s in make("hf", path=str(tmp_path))[:3]] == [6, 2, 4]
+
+
+def test_hf_configurations_of_a_clone(tmp_path):
+    for name, count in (("fold1", 6), ("fold2", 4)):
+        for split in ("train", "test"):
+            parquet(tmp_path / name / f"{split}-00000-of-00001.parquet", count)
+    assert [len(s) for s in make("hf", path=str(tmp_path), subset="fold2")[:2]] == [4, 4]
+    for subset in (None, "fold3"):
+        with pytest.raises(ConfigError, match=r"data\.subset: .* has (fold1, fold2|no folder 'fold3')"):
+            make("hf", path=str(tmp_path), subset=subset)
+    with pytest.raises(ConfigError, match=r"data\.subset: .*fold1 has no folder 'fold1', leave it null"):
+        make("hf", path=str(tmp_path / "fold1"), subset="fold1")
 
 
 def test_hf_splits_of_other_names_are_not_for_training(tmp_path):

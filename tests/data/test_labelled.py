@@ -178,11 +178,26 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     assert "no file or folder" in line
 
 
+def test_rows_without_a_label_are_left_out(tmp_path, caplog):
+    """Check tables with names of classes, in which -1 is no label, as in SNLI."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    for split, labels in (("train", [0, 1, -1, 1] * 5), ("validation", [0, -1]), ("test", [-1, -1])):
+        rows = [{"text": f"{split} {i}", "label": label} for i, label in enumerate(labels)]
+        datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+    caplog.set_level("INFO")
+    splits = labelled(tmp_path).build()
+    assert splits.info.classes == ("no", "yes") and (len(splits.train), len(splits.val), splits.test) == (15, 1, None)
+    assert "5 rows of train are left out, their label is -1" in caplog.text
+
+
 def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
     """Readers that guess types by chunks find numbers in one part of a column and words in another."""
     rows = [{"text": "one", "label": i % 2} for i in range(12_000)] + [{"text": "7", "label": "unknown"}]
     built = labelled(write(tmp_path / "mixed.csv", rows), val_split=0.5).build()
     assert built.info.classes == ("0", "1", "unknown") and len(built.train) + len(built.val) == len(rows)
+    shares = [{"text": "x", "label": label} for label in (".25", "+1.5", "2.", "3") * 5]
+    assert labelled(write(tmp_path / "shares.csv", shares)).build().train.labels.unique().tolist() == [0.25, 1.5, 2, 3]
     coded = [{"text": "x", "label": label} for label in ("7", "007") * 20]
     assert labelled(write(tmp_path / "coded.csv", coded)).build().info.classes == ("007", "7")
     write(tmp_path / "train.csv", [{"text": "x", "label": f"{i}"} for i in [*range(11)] * 4])

@@ -516,6 +516,19 @@ def test_a_share_of_the_reviews_may_validate(tmp_path):
     assert [len(splits.train), len(splits.val)] == [15, 5] and splits.test is None
 
 
+def test_reviews_without_a_split_are_refused(tmp_path):
+    import datasets
+
+    for split in ("train", "unsupervised"):
+        datasets.Dataset.from_list(REVIEWS * 9).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    with pytest.raises(ConfigError, match=r"no test.jsonl in"):
+        prepared(tmp_path, "imdb", path=str(tmp_path))
+    assert len(prepared(tmp_path, "imdb", path=str(tmp_path), val_split=0.5).build().train) > 9
+    path = reviews(tmp_path, train=REVIEWS * 9, val=REVIEWS)
+    with pytest.raises(ConfigError, match=r"data.val_split: data set 'imdb' already has validation documents"):
+        prepared(tmp_path, "imdb", path=path, val_split=0.5).build()
+
+
 def test_a_share_of_too_few_is_named(tmp_path):
     source = prepared(tmp_path, "imdb", path=reviews(tmp_path, train=REVIEWS, test=REVIEWS), val_split=0.1)
     with pytest.raises(ConfigError, match=r"too few samples in .*, none is left for val"):

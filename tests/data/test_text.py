@@ -934,7 +934,13 @@ def test_of_one_book_the_end_is_held_out(tmp_path, caplog):
             ids, expected = (getattr(s.build(), split).tokens.ids for s in (source, whole))
             assert np.array_equal(ids, expected) and abs(len(ids) / len(text) - share) < 0.01
         assert json.loads((source.folder / "manifest.json").read_text())["held_out"]["by"] == "tail"
-    assert "one document, so its last 10 % are held out" in caplog.text
+    assert "one document, too few to hold out 10 % of them: the last 10 % of the text are" in caplog.text
+    for name, size in (("a", 40), ("b", 10)):
+        (tmp_path / "two" / f"{name}.txt").parent.mkdir(exist_ok=True)
+        (tmp_path / "two" / f"{name}.txt").write_text("x" * 100 * size)
+    few = prepared(text_set(tmp_path / "tokens", "text", path=str(tmp_path / "two"), tokenizer="bytes", val_split=0.1))
+    sizes = [len(part.tokens.ids) for part in few.build()[:2]]
+    assert sizes[1] == pytest.approx(0.1 * sum(sizes), abs=1)  # not one of two documents
 
 
 @pytest.mark.parametrize("settings", [{}, {"split": "tail"}, {"tokenizer": "characters"}])
@@ -1025,6 +1031,10 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
     one = clone(tmp_path / "one", "data")
     (one / "README.md").write_text("A card.")
     assert texts_of_corpus(one, "raw") == ["data train"], "a single configuration needs no name"
+    other = clone(tmp_path / "other", "small")
+    assert texts_of_corpus(other) == ["small train"]
+    with pytest.raises(ConfigError, match=r"data.subset: .* has small, "):
+        texts_of_corpus(other, "raw")
     plain = tmp_path / "plain"
     plain.mkdir()
     for name in ("train.txt", "valid.txt", "test.txt", "notes.txt"):

@@ -124,6 +124,14 @@ def test_bytes_come_back():
     assert torch.equal(scaled(latents), latents.float())
 
 
+@pytest.mark.parametrize(("dropout", "labels"), [(0.3, [0, 1, 2, 0, 1, 2]), (1, [3] * 6)])  # 1: no class is learned
+def test_the_labels_of_an_evaluation(dropout, labels):
+    model = Recorder()
+    held_out = batch(mask=torch.ones(6, dtype=torch.bool), key=torch.arange(6))
+    task(label_dropout=dropout, shown=0).evaluate(model, held_out)
+    assert model.labels.tolist() == labels
+
+
 class Recorder(torch.nn.Module):
     """A model that records its inputs and predicts zero noise."""
 

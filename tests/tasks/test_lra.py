@@ -1,6 +1,7 @@
 """Tests of tasks on long sequences: losses, metrics, pairs, chance level, self-pretraining, and starting from it."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def masked(info: SequenceInfo, **settings):
 
 
 def fit(task, model, info, folder, steps: int = 12, lr: float = 1e-2, noise: bool = False) -> Trainer:
+    @dataclass
     class Recipe:
         trainer = TrainerConfig(batch_size=16, steps=steps, eval_every=steps, save_every=steps, compile=False)
         optim, schedule, seed = OptimConfig(lr=lr), ScheduleConfig(), 0

@@ -77,13 +77,17 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
 
 
 @pytest.mark.slow
-def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quickstart, capsys):
+def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quickstart, capsys, monkeypatch):
     root, done = quickstart
     recipe = [ROOT / "recipes/quickstart.yaml", f"run.root={root}", "trainer.eval_every=4ep"]
     assert here("train", *recipe, "trainer.epochs=12") == 0
     first, _, summary = capsys.readouterr().out.partition("\n")
     assert first == f"{root / 'quickstart'} is complete, nothing to train; --fresh starts anew"
     assert summary.strip() == done.stdout[done.stdout.index("form ") :].strip()
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):  # torchrun --nproc-per-node=1
+        monkeypatch.setenv(name, value)
+    assert here("train", *recipe, "trainer.epochs=12") == 0 and "is complete" in capsys.readouterr().out
+    monkeypatch.delenv("RANK")
     changed = refuse(capsys, "train", *recipe, "trainer.epochs=13", "optim.lr=1e-3", "trainer.log_every=3")
     for part in ("optim.lr: 0.002 -> 0.001", "trainer.epochs: 12.0 -> 13.0", "run.name=", "--fresh"):
         assert part in changed

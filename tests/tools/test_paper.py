@@ -57,8 +57,16 @@ def test_rows_with_noise_of_their_own_are_compared_by_welch():
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((low, high))
     assert ours.welch({"a": {0: 1.0, 1: 2.0}, "b": {0: 1.0}}, "a", "b") is None
     always = {"a": {0: 100.0, 1: 100.0}, "b": {0: 100.0, 1: 100.0}, "c": {0: 99.9, 1: 99.9}}
+    right = {"a": (265, 263, 260), "b": (263, 261, 258), "c": (260.1, 258.1, 255.1)}  # equal gaps, but for rounding
+    equal = {row: {seed: 100 * k / 270 for seed, k in enumerate(some)} for row, some in right.items()}
     for row in "bc":  # without any spread the noise is not known
-        assert ours.welch(always, "a", row).p == 1 and ours.welch(always, "a", row).seeds() is None
+        for values, compare in (
+            (always, ours.welch),
+            (always, ours.two_way),
+            (equal, ours.paired),
+            (equal, ours.two_way),
+        ):
+            assert compare(values, "a", row).p == 1 and compare(values, "a", row).seeds() is None
 
 
 def test_the_two_way_model_is_the_analysis_of_variance():

@@ -126,6 +126,8 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
         "--max-restarts=3",
     ]
     assert Machines(2, 4, "127.0.0.1:1", 3).options() == options
+    with pytest.raises(ConfigError, match="--head: one machine needs none"):
+        Machines(2, head="127.0.0.1:1").options()
     with pytest.raises(ConfigError, match="--nodes: several machines need --head HOST:PORT"):
         Machines(2, 4).options()
     for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
@@ -141,6 +143,8 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="holds a run of another recipe, differing in seed: 1 -> 0"):
         tools_train.main([str(path), "--processes", "2"])
     assert len(calls) == 1
+    seeds = {tools_train.seed_of(rank, seed) for rank in range(3) for seed in range(3)}
+    assert len(seeds) == 9 and tools_train.seed_of(0, 2) == 2
 
 
 def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside(tmp_path):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from lion.config import ConfigError
+from lion.config import ConfigError, rounding, to_dict
+from lion.recipe import differences
 from lion.trainer.checkpoint_files import (
     FOLDER,
     MANIFEST,
@@ -24,6 +25,7 @@ from lion.trainer.checkpoint_files import (
     write_manifest,
 )
 from lion.trainer.faults import RunError
+from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer import toys
@@ -70,11 +72,31 @@ def test_workers_may_change_at_every_stop(tmp_path):
     assert same(straight.model.state_dict(), train(path, tmp_path / "b").model.state_dict())
 
 
+def test_settings_that_change_the_rounding_are_conditions(tmp_path):
+    recipe = resolve("quickstart", ["model.attention.form=chunk", "trainer.memory_budget=0.5"])
+    expected = {"model.attention.form": "chunk", "model.attention.chunk_size": 64, "trainer.memory_budget": 0.5}
+    assert make_plan(recipe, samples=64, world=1).rounding == expected
+    assert rounding(resolve("lra_text_softmax", []).data) == {"pad": "length"}
+    made = toys.trainer(tmp_path, memory_budget=0.5).state.conditions()
+    assert made["trainer.memory_budget"] == 0.5
+
+
+def test_a_setting_that_an_earlier_version_did_not_store_had_its_default():
+    new = resolve("quickstart", [])
+    stored = to_dict(new)
+    del stored["task"]["temperature"]
+    assert differences(stored, new) == []
+    del stored["task"]["label_smoothing"]  # not the default in this recipe
+    assert differences(stored, new) == ["task.label_smoothing: None -> 0.1"]
+
+
 def test_what_is_promised_depends_on_what_is_the_same():
     now = {"torch": "2.15", "device": "AVX512", "processes": 1, "threads": 2, "deterministic": True}
     assert "bit for bit" in reproducibility_text(now, now)
     line = reproducibility_text({**now, "threads": 1}, now)
     assert "same data order, not the same bits (threads 1 -> 2)" in line
+    older = {k: v for k, v in now.items() if k != "threads"}  # of a version that did not record it
+    assert "bit for bit" in reproducibility_text(older, now)
     gpu = {**now, "deterministic": False}
     assert "trainer.deterministic=true" in reproducibility_text(gpu, gpu)
 

@@ -44,6 +44,7 @@ def test_the_triangle_of_a_budget():
     """Compare with recipes.md 7.4: from 25 % to 100 % of the peak over 75 % of the run, then to 0."""
     assert curve(8, kind="budget_triangle") == pytest.approx([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 0.5, 0])
     assert curve(4, kind="budget_triangle", min_lr=0.2)[3:] == [1, 0.2]
+    assert curve(8, kind="budget_triangle", min_lr=0.5)[:4] == [0.5, 0.5, 0.5, 0.625]
     config = ScheduleConfig(kind="budget_triangle", warmup="30min")
     day = [learning_rate(3600.0 * h, config=config, peak=1, warmup=0, total=86_400) for h in (0, 9, 18, 21, 24)]
     assert day == pytest.approx([0.25, 0.625, 1, 0.5, 0])

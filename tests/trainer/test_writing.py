@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
+from lion.runs import RECIPE
 from lion.trainer import checkpointer
 from lion.trainer.checkpoint_files import FOLDER, load_state, newest, steps_of
 from lion.trainer.parallel import join_shards
@@ -23,6 +24,7 @@ from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys
 from tests.trainer.helpers import lines
+from tools import consolidate
 from tools.soak import differing
 
 BESIDE = {"save_async": True, "save_every": 1, "eval_every": 20}
@@ -66,6 +68,9 @@ def test_the_time_of_a_save_is_that_for_which_training_stops(tmp_path, monkeypat
         stops = [line.get("save_seconds") for line in lines(tmp_path / name) if line["kind"] == "train"]
         assert [stop is not None for stop in stops] == [False, False, True, False, True, False]
         assert (stops[2] < 0.3) == beside
+    assert toys.trainer(tmp_path / "seldom", save_every=2, eval_every=3, log_every=4).fit()
+    (stop, _) = (line.get("save_seconds", 0) for line in lines(tmp_path / "seldom") if line["kind"] == "train")
+    assert stop >= 0.3  # an evaluation came between the save and the line
 
 
 def test_copies_share_what_was_shared():
@@ -174,16 +179,21 @@ def sharded(group, folder):
         runtime = Runtime(torch.device("cpu"), rank, world)
         made = partial(toys.trainer, folder / name, runtime=runtime, parallel="fsdp", keep_last=9)
         assert made(save_async=beside).fit()
+    toys.trainer(folder / "plain", runtime=runtime, parallel="fsdp", ema=None, steps=4).fit()
 
 
 @pytest.mark.process
-def test_shards_are_those_of_their_step(tmp_path):
+def test_shards_are_those_of_their_step(tmp_path, caplog):
     in_processes(2, sharded, tmp_path)
     steps = {name: steps_of(tmp_path / name, "last") for name in ("sync", "async")}
     assert [step for step, _ in steps["async"]] == [6, 4, 2]
     for (_, a), (_, b) in zip(steps["sync"], steps["async"], strict=True):
         assert not differing(join_shards(a), join_shards(b))
         assert not differing(load_state(a / "state.pt"), load_state(b / "state.pt"))
+    (tmp_path / "plain" / RECIPE).touch()
+    assert consolidate.main([str(tmp_path / "plain")]) == 0  # a run without averaged weights, which have no shards
+    resumed = toys.trainer(tmp_path / "plain", ema=None, steps=4)
+    assert resumed.fit() and resumed.state.step == 4 and "is damaged" not in caplog.text
 
 
 def shared_life(rank, folder, meeting, victim=None):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lion.config import ConfigError
+from tools.glue.plan import read_table, table_names
 from tools.glue.results import best_rate
 
 Scores = dict[str, list[float]]  # by task, a score for each seed
@@ -16,7 +17,8 @@ Scores = dict[str, list[float]]  # by task, a score for each seed
 def scores_table(found: Mapping[tuple[str, str], Sequence[Scores]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table with the mean score of each task and the mean over all tasks.
 
-    `n` is the number of scores per task; it is a range if tasks differ.
+    `n` is the number of scores per task; it is a range if tasks differ. MNLI counts twice in the mean of a recipe whose
+    average is over numbers (`Table.average`).
 
     Args:
         found: For each model and fine-tuning recipe (row of the paper's Table 8), the scores of each of its runs.
@@ -27,7 +29,11 @@ def scores_table(found: Mapping[tuple[str, str], Sequence[Scores]]) -> tuple[lis
         means = {task: statistics.mean(x for scores in some for x in scores.get(task, ())) for task in tasks_of(some)}
         counts = [sum(len(scores.get(task, ())) for scores in some) for task in means]
         n = "-".join(map(str, sorted({min(counts), max(counts)})))
-        average = f"{statistics.mean(means.values()):.2f}" if len(means) == len(tasks) else "-"
+        twice = recipe in table_names() and read_table(recipe).average == "numbers"
+        weights = [2 if twice and task == "mnli" else 1 for task in means]
+        average = f"{statistics.fmean(means.values(), weights):.2f}" if len(means) == len(tasks) else "-"
+        if 2 in weights and average != "-":
+            average += ", MNLI twice"
         rows.append([name, recipe, *(f"{means[t]:.2f}" if t in means else "-" for t in tasks), average, n])
     return ["model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"], rows
 

@@ -76,8 +76,8 @@ class AttentionConfig:
     scans: tuple[str, ...] = ROW_MAJOR
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
     rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
-    form: str = setting("auto", choices=("auto", *FORMS), free=True)
-    chunk_size: int = setting(64, min=1, free=True)
+    form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
+    chunk_size: int = setting(64, min=1, free="rounding")
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
     block: str = setting(BLOCKS[0], choices=BLOCKS)
