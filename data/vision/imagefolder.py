@@ -43,7 +43,7 @@ class ImageFolder(Pictures):
 def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
     """Build the splits of the folders `train`, `val` and `test`; without a folder `train`, all of `root` is train.
 
-    `val` may have another name of `data.hub.VAL`. A folder `test` without classes, as ImageNet's, is left out.
+    `val` may have another name of `data.hub.VAL`. A folder `test` without classes, as in ImageNet, is left out.
     """
     if not (root / "train").is_dir():
         if config.val_split is None:
@@ -52,8 +52,8 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
         return build_pictures(config, open_folder(root, config, how))
     val = next((root / name for name in VAL if (root / name).is_dir()), None)
     test = root / "test" if (root / "test").is_dir() else None
-    if (val or config.val_split) and test is not None and not ClassFolders(test).classes:
-        log.warning("%s is left out, it has no class folders", test)
+    if (val or config.val_split) and test is not None and has_images_alone(test):
+        log.warning("%s is left out, its images have no class folders", test)
         test = None
     if val is None and test is None and config.val_split is None:
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
@@ -61,6 +61,12 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
     return build_pictures(
         config, train, *(None if path is None else open_folder(path, config, how) for path in (val, test))
     )
+
+
+def has_images_alone(path: Path) -> bool:
+    """Return whether a folder holds images, and no folders."""
+    found = [f for f in path.iterdir() if not f.name.startswith(".")]
+    return not any(f.is_dir() for f in found) and any(f.suffix.lower() in IMG_EXTENSIONS for f in found)
 
 
 def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:

@@ -160,7 +160,7 @@ def test_other_names_of_the_validation_images(tmp_path, name, caplog):
         path.rmdir()
     splits = folder(tmp_path)
     assert (len(splits.train), len(splits.val), splits.test) == (16, 5, None)
-    assert "is left out, it has no class folders" in caplog.text
+    assert "is left out, its images have no class folders" in caplog.text
 
 
 def test_one_folder_without_a_split(tmp_path):

@@ -923,6 +923,7 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
 
 def test_of_one_book_the_end_is_held_out(tmp_path, caplog):
     """A corpus of one document (`data.path=book.txt`) trains with the default settings of recipes."""
+    caplog.set_level("INFO")
     text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
     for document in ("file", "line"):  # the whole file; a single line
         lines = [text if document == "file" else text.replace("\n", " ")]
