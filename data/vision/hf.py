@@ -84,7 +84,7 @@ def load_splits(config: HubConfig) -> Any:
         if path.is_dir() and (files := by_split(path, config.train, config.subset)):
             return datasets.load_dataset("parquet", data_files=files)
         if path.is_dir():
-            return datasets.load_dataset("imagefolder", data_dir=str(path))
+            return datasets.load_dataset("imagefolder", data_dir=str(path / (config.subset or "")))
         return datasets.load_dataset(config.path, config.subset)
 
 

@@ -58,9 +58,8 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
     if val is None and test is None and config.val_split is None:
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
     train = open_folder(root / "train", config, how)
-    return build_pictures(
-        config, train, *(None if path is None else open_folder(path, config, how) for path in (val, test))
-    )
+    others = [None if path is None else open_folder(path, config, how) for path in (val, test)]
+    return build_pictures(config, train, *others)
 
 
 def has_images_alone(path: Path) -> bool:

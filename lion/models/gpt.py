@@ -52,9 +52,9 @@ class GPTConfig(EncoderConfig):
     By convention, position embeddings are on if the mixer alone does not know the order of tokens (softmax, Lion-lit,
     linear Transformer), and off for decays and rotations.
 
-    `bias=false` removes the biases of projections, MLPs and norms, as in nanoGPT; the gates of decays keep their
-    biases. The number of token embeddings is rounded up to a multiple of `pad_vocabulary` (64 in nanoGPT), only for
-    speed.
+    `bias=false` removes the biases of projections, MLPs and layer norms, as in nanoGPT; gates of decays, short
+    convolutions and norms of heads keep theirs. The number of token embeddings is rounded up to a multiple of
+    `pad_vocabulary` (64 in nanoGPT), only for speed.
     """
 
     name: str = "gpt"

@@ -174,6 +174,8 @@ def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor:
     if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
+    elif log_decay.requires_grad and log_decay.stride(2) == 0:  # has a gradient for each token
+        log_decay = log_decay.contiguous()
     return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 
@@ -215,7 +217,7 @@ def check_values(gates: Gates, valid: Tensor | None) -> None:
         if x is None or not may_wait(x.device) or not x.numel():
             continue
         lowest, highest = x.detach().aminmax()
-        if not (lowest < least or highest > most):  # the usual case, in which no mask of all tokens is made
+        if lowest >= least and highest <= most:  # the usual case, without a NaN, in which no mask of all tokens is made
             continue
         outside = (x < least) | (x > most)
         if valid is not None and x.dim() > 2:

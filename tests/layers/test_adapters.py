@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lion.layers.mixers import MIXERS, make_mixer
+from lion.layers.mixers import MIXERS, make_mixer, vim
 from lion.layers.mixers.decay import linear
 
 CASES = [(name, block) for name in MIXERS if name != "none" for block in ("plain", "published")]
@@ -68,6 +68,31 @@ def test_dynamic_quantisation_of_gates(name):
     with torch.no_grad():
         known, y = layer(x), quantised(x)
     assert 1e-4 < (y - known).norm() / known.norm() < 0.1
+
+
+@pytest.mark.parametrize("name", ["lion_s", "performer", "hydra", "softmax"])
+def test_a_quantised_layer_streams(name):
+    layer = make_mixer(name, 64, 4, direction="forward").eval()
+    with warnings.catch_warnings(action="ignore"):
+        quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8)
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        y, _ = quantised.step(x, quantised.initial_state(2))
+        assert 0 < (y - layer(x)).norm() / layer(x).norm() < 0.1
+
+
+def test_adapters_with_dropout_have_the_gradients_of_their_outputs(monkeypatch):
+    """Check Vim, whose backward pass computes a part again: with the masks of the forward pass."""
+    layer, x = make_mixer("vim", 16, 2, direction="forward"), torch.randn(2, 9, 16)
+    (side,) = layer.sides
+    side.select = nn.Sequential(side.select, nn.Dropout(0.5))
+    grads = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(layer(x).square().sum(), [*side.select.parameters()]))
+        monkeypatch.setattr(vim, "checkpoint", lambda part, u, **_: part(u))
+    for found, known in zip(*grads):
+        torch.testing.assert_close(found, known)
 
 
 def test_a_hook_alone_and_weights_in_another_dtype():

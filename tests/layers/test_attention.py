@@ -255,6 +255,9 @@ def test_softmax_has_one_form():
         set_form(layer, "rnn")
     with pytest.raises(ValueError, match="expected one of auto, full, chunk, rnn, got 'chunks', did you mean 'chunk'"):
         set_form(layer, "chunks")
+    for other, form in ((layer, "rnn"), (make_mixer("vim", 12, 3), "full"), (make_mixer("lion_s", 12, 3), "chunks")):
+        with pytest.raises(ValueError, match=f"has only .*, got '{form}'"):
+            other.set_form(form)
 
 
 def test_a_layout_may_be_a_mask_or_nothing():

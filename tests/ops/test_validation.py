@@ -259,6 +259,10 @@ def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
     )
     if decay != "D":
         valid = torch.arange(9).expand(len(lam), -1) < 6
+        unknown = lam.clone()
+        unknown[:, :, 6:] = torch.nan  # in padding, any value is allowed
+        with pytest.raises(ValueError, match=line):
+            linear_attention(*inputs._replace(log_decay=unknown), form=form, feature_map="elu1", valid=valid)
         padded = inputs.log_decay.clone()
         padded[:, :, 6:] = 0.5
         y = linear_attention(*inputs._replace(log_decay=padded), valid=valid, form=form, feature_map="elu1")
@@ -267,3 +271,16 @@ def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
             prefill(*inputs._replace(log_decay=lam), feature_map="elu1")
         with pytest.raises(ValueError, match=line):
             step(*inputs[:3], initial_state(*inputs[1:3]), lam, feature_map="elu1")
+
+
+@pytest.mark.parametrize("form", ["full", "chunk", "rnn"])
+def test_an_expanded_decay_has_a_gradient_for_each_token(form):
+    inputs = make("S", 9, dtype=torch.float32)
+    expanded = inputs.log_decay.detach()[..., :1].expand_as(inputs.log_decay)
+    grads = []
+    for log_decay in (expanded, expanded.contiguous()):
+        leaf = log_decay.detach().requires_grad_()
+        y = linear_attention(*inputs._replace(log_decay=leaf), form=form, feature_map="elu1")
+        grads.append(torch.autograd.grad(y.square().sum(), leaf)[0])
+    torch.testing.assert_close(*grads)
+    assert grads[0].count_nonzero() > grads[0].numel() / 2

@@ -72,6 +72,8 @@ MLPS = {"mlp": Mlp, "mlp_tanh": TanhMlp, "glu": Glu, "glu_bare": BareGlu, "glu_g
 class DropPath(Constants):
     """Stochastic depth: drops the whole branch of a sample with probability `rate`, and scales up the others.
 
+    With `model.window`, each window of a sample is dropped or kept on its own.
+
     The rate is a buffer. As a float, each layer's rate would compile a separate graph.
     """
 

@@ -248,7 +248,7 @@ class Attention(Mixer):
         state = self.initial_heads(batch)
         if not self.neighbours:
             return state
-        none = self.proj.weight.new_zeros(batch, 0, 0)
+        none = self.like.new_zeros(batch, 0, 0)
         return BlockState(state, *(p.initial_state(batch) if p else none for p in self.windows))
 
     @property

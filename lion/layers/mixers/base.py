@@ -100,6 +100,12 @@ class Mixer(nn.Module):
         """Return the layout of tokens x (B, L, dim), with the fields added that every layer of this mixer shares."""
         return layout
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor with dtype and device of a state: the weight of `proj`, or if it is quantised another parameter."""
+        parameters = (self.proj.weight, *self.parameters(), torch.empty(0))
+        return next(p for p in parameters if isinstance(p, Tensor) and p.is_floating_point())
+
     def initial_state(self, batch: int) -> Any:
         """Return the empty state, for a stream without a prompt."""
         raise NotImplementedError
@@ -120,7 +126,12 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
-        """Run in another form from now on; weights are unchanged."""
+        """Run in another form from now on; weights are unchanged.
+
+        Raises:
+            ValueError: The mixer does not have this form.
+        """
+        self.check_form(form)
 
     def check_form(self, form: str) -> None:
         """Check that this mixer has the form.

@@ -158,7 +158,7 @@ class HydraAttention(StateSpaceMixer):
 
     def initial_state(self, batch: int) -> HydraState:
         self.check_causal()
-        inner, weight = self.split[0], self.proj.weight
+        inner, weight = self.split[0], self.like
         q = weight.new_zeros(batch, self.num_heads, 1, self.config.state)
         state = initial_state(q, weight.new_zeros(batch, self.num_heads, 1, inner // self.num_heads))
         return HydraState(self.convolution.initial_state(batch), *state, weight.new_zeros(batch, 1, inner))

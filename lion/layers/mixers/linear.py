@@ -249,6 +249,7 @@ class LionAttention(Attention):
             raise ValueError("scans: a stream has one order, in which its tokens arrive")
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
+        super().set_form(form)
         self.form = form
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
@@ -327,7 +328,7 @@ class LionAttention(Attention):
         return y, LinearState(*new, state.position + layout.count(x), decay)
 
     def initial_heads(self, batch: int) -> LinearState:
-        weight, shape = self.proj.weight, (batch, self.num_heads, self.head_dim, self.value_dim)
+        weight, shape = self.like, (batch, self.num_heads, self.head_dim, self.value_dim)
         S = weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()

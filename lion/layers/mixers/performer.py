@@ -116,7 +116,7 @@ class PerformerAttention(LionAttention):
 
     def initial_heads(self, batch: int) -> LinearState:
         _, _, position, _ = super().initial_heads(batch)
-        weight = self.proj.weight
+        weight = self.like
         wide = torch.promote_types(weight.dtype, torch.float32)
         S = weight.new_zeros(batch, self.num_heads, self.count, self.value_dim, dtype=wide)
         return LinearState(S, S[..., 0].clone(), position, (S.new_zeros(S.shape[:2], dtype=torch.float64),))

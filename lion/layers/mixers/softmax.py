@@ -145,7 +145,7 @@ class SoftmaxAttention(Attention):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
     def initial_heads(self, batch: int) -> KeyValueCache:
-        k, v = (self.proj.weight.new_zeros(batch, self.num_heads, 0, n) for n in (self.head_dim, self.value_dim))
+        k, v = (self.like.new_zeros(batch, self.num_heads, 0, n) for n in (self.head_dim, self.value_dim))
         return KeyValueCache(k, v, torch.zeros(batch, 0, dtype=torch.bool, device=k.device))
 
     def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, KeyValueCache]:

@@ -23,7 +23,7 @@ from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.decay import linear
+from lion.layers.mixers.decay import is_plain, linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
@@ -171,7 +171,8 @@ class VimMixer(StateSpaceMixer):
 
         # the backward pass computes these again, which takes little time beside its scan; `torch.func` cannot
         if torch.is_grad_enabled() and not transforms_active():
-            selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=False)
+            draws = not all(is_plain(layer) for side in self.sides for layer in (side.select, side.step))
+            selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=draws)
         else:
             selection = convolved_and_selected(u)
         state = None if layout.part is None else self.entering(selection, layout.part)
