@@ -25,13 +25,14 @@ RECIPE, ENVIRONMENT, SUMMARY, LOCK = "recipe.yaml", "environment.json", "summary
 
 
 class LoadedRun(NamedTuple):
-    """The recipe, task and model of a run, and its checkpoint without the weights."""
+    """The recipe, task and model of a run, and its checkpoint without the weights; `ema`: they are averaged."""
 
     folder: Path
     recipe: Recipe
     task: Task
     model: Model
     checkpoint: dict[str, Any]
+    ema: bool = False
 
 
 def find_run(run: str | Path) -> Path:
@@ -67,7 +68,7 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     check_weights(model, weights, f"{folder}: its {checkpoint!r} checkpoint")
     model.load_state_dict(weights)
     rest = {k: v for k, v in state.items() if k not in ("model", "ema", "optimizer", "random")}
-    return LoadedRun(folder, recipe, task, model.eval(), rest)
+    return LoadedRun(folder, recipe, task, model.eval(), rest, ema)
 
 
 def read_run(folder: Path, checkpoint: str) -> tuple[Recipe, Task, dict[str, Any]]:

@@ -223,7 +223,7 @@ class SampleCache:
 
     def __init__(self, folder: Path, loaded: LoadedRun, args: Any) -> None:
         self.folder = folder
-        about = {"run": str(loaded.folder.resolve()), "step": loaded.checkpoint["step"]}
+        about = {"step": loaded.checkpoint["step"]}
         about["weights"] = digest(loaded.model)  # they change if the run is trained again
         about |= {name: getattr(args, name) for name in ("steps", "guidance", "seed", "batch")}
         path = folder / MANIFEST
@@ -234,9 +234,9 @@ class SampleCache:
             raise ConfigError(f"--keep: {folder} is not a folder of samples") from None
         if there is None and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} holds other files")
-        if there not in (None, about):
-            there = there if isinstance(there, dict) else {}
-            odd = next((name for name in about if there.get(name) != about[name]), MANIFEST)
+        there = there if there is None or isinstance(there, dict) else {}
+        if there is not None and any(there.get(name) != value for name, value in about.items()):
+            odd = next(name for name in about if there.get(name) != about[name])
             raise ConfigError(f"--keep: {folder} holds other samples, {odd} differs; use another folder")
         save_json(path, about)
 

@@ -16,12 +16,17 @@ from torch import Tensor, nn
 
 from lion.config import ConfigError
 from lion.progress import progress
-from lion.samples.base import Splits
+from lion.samples.base import Info, Splits
 from tools.probe import pick_device
 
 BATCH = 64
 SEEN = 2000  # most images for measuring an accuracy
 APART = 10.0  # percentage points above chance, or between the two networks
+
+
+def check_pixels(info: Info) -> None:
+    if getattr(info, "vocabulary", 0) is not None:
+        raise ConfigError("--check-labels: the data of the recipe are not images that are read pixel by pixel")
 
 
 def check_labels(splits: Splits, steps: int) -> str:
@@ -30,8 +35,7 @@ def check_labels(splits: Splits, steps: int) -> str:
     Raises:
         ConfigError: The data are not images that are read pixel by pixel.
     """
-    if getattr(splits.info, "vocabulary", 0) is not None:
-        raise ConfigError("--check-labels: the data of the recipe are not images that are read pixel by pixel")
+    check_pixels(splits.info)
     found: list[tuple[float, float]] = []
     for number, half in enumerate(np.array_split(np.argsort(splits.train.indices), 2), 1):  # in the order of the files
         model = learn(splits, half, steps, f"half {number}")

@@ -147,9 +147,12 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
 
 def markdown(store: Store) -> str:
     parts = ["# Text of other lengths", "Written by `./run.sh eval RUN --lengths ..`.", __doc__.split("\n\n")[2]]
-    for rows in store.groups(SETTING):
+    drawn = set()
+    for rows in store.groups(SETTING):  # the last measurement of each run comes first, and is the one that is drawn
         picture = picture_of(store, rows[0]["run"]).name
-        parts += [f"## {title(rows[0])}", f"![curves]({picture})", pipes(*tabled(rows)), store.commands(rows)]
+        parts += [f"## {title(rows[0])}", *([f"![curves]({picture})"] * (picture not in drawn)), pipes(*tabled(rows))]
+        parts += [store.commands(rows)]
+        drawn.add(picture)
     return "\n\n".join(parts) + "\n"
 
 

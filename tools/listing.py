@@ -18,6 +18,7 @@ import yaml
 
 from lion.config import ConfigError, nearest
 from tools.cli import Parser, aligned
+from tools.commands import as_called
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SMALL = "2 CPU cores"  # `about.hardware` of recipes that need minutes to hours without a GPU
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
 
         print(mixer_table())
         return 0
-    print(listing(args.pattern))
+    print(as_called(listing(args.pattern)))
     return 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tools.cli import Parser, count, run_command
 from tools.compose import open_data, resolve
-from tools.labels import check_labels
+from tools.labels import check_labels, check_pixels
 
 
 def main(argv: list[str]) -> int:
@@ -24,6 +24,8 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_intermixed_args(argv)
     source = open_data(resolve(args.recipe, args.overrides))
+    if args.check_labels and (known := source.published()) is not None:
+        check_pixels(known[0])
     source.prepare()
     print(source.check())
     if args.check_labels:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 
 from data.base import data_root
-from lion.config import flatten, to_dict
+from lion.config import ConfigError, flatten, to_dict
 from lion.models import Model
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
@@ -54,6 +54,8 @@ def show(path: str, overrides: list[str], processes: int | None = None, mesh: Me
 def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | None) -> Iterator[str]:
     """Yield the text of `show` piece by piece: what is measured comes last, where a terminal still shows it."""
     given = recipe = resolve(path, overrides)
+    if mesh is not None and processes is not None:
+        raise ConfigError(f"--processes: a mesh has {mesh.gpus}, leave it out")
     if mesh is not None:
         recipe, processes = on_mesh(recipe, mesh), mesh.gpus
     info, samples, note = describe_data(recipe)

@@ -63,10 +63,10 @@ class Store:
         try:
             held = json.loads(self.path.read_text())
             if held["schema"] != SCHEMA:
-                raise ConfigError(f"{self.path}: schema {held['schema']}, expected {SCHEMA}; --fresh starts over")
+                raise ConfigError(f"{self.path}: schema {held['schema']}, expected {SCHEMA}; delete it to start over")
             self.tables = {name: {self.key_of(row, name): row for row in held[name]} for name in self.keys}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{self.path}: not a report of this command; --fresh starts over") from None
+            raise ConfigError(f"{self.path}: not a report of this command; delete it to start over") from None
         return self
 
     @contextlib.contextmanager

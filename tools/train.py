@@ -37,7 +37,7 @@ from lion.runs import (
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks import Task
-from lion.trainer.checkpoint_files import steps_of
+from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan
@@ -57,6 +57,7 @@ from tools import evaluate
 from tools.agreement import check_agreement, check_data_agreement
 from tools.checks import check_checkpoint, check_form, check_settings
 from tools.cli import Parser, count, run_command
+from tools.commands import as_called
 from tools.compose import (
     build_data,
     describe_length,
@@ -108,6 +109,7 @@ def main(argv: list[str]) -> int:
     def begin() -> tuple[Recipe, int]:
         """Return the recipe and the number of processes."""
         recipe = resolve(args.recipe, args.overrides)
+        check_place(args.recipe, args.overrides, recipe)
         if first and (launched or args.nodes == 1):  # a machine may come back while others train
             check_unlocked(recipe.folder)
         if first and not args.fresh:
@@ -281,6 +283,19 @@ def set_aside(folder: Path) -> None:
     print(f"the earlier run is kept as {aside}")
 
 
+def check_place(path: str, overrides: list[str], recipe: Recipe) -> None:
+    """Check that the recipe in the folder of a run is that of this folder, unless `overrides` name another.
+
+    Raises:
+        ConfigError: The folder was renamed or moved: the run would be trained again in its old place.
+    """
+    folder = Path(path).parent
+    moved = Path(path).name == RECIPE and (folder / FOLDER).is_dir() and folder.resolve() != recipe.folder.resolve()
+    if moved and not any(item.startswith(("run.name=", "run.root=")) for item in overrides):
+        now = f"run.root={folder.parent} run.name={folder.name}"
+        raise ConfigError(f"{path}: the run was renamed or moved, it was {recipe.folder}; add {now}")
+
+
 def check_same_recipe(recipe: Recipe) -> None:
     """Check that the folder of a run, if it exists, holds a run of this recipe.
 
@@ -359,7 +374,7 @@ def print_summary(recipe: Recipe) -> None:
     if summary.get("remark"):
         print(summary["remark"])
     print(f"run folder   {folder}")
-    print(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})")
+    print(as_called(f"curves       ./run.sh logs    (tensorboard --logdir {folder.parent})"))
 
 
 if __name__ == "__main__":

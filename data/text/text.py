@@ -215,10 +215,12 @@ class Text(KeepsTokenizer):
             ConfigError: The tokenizer does not exist yet.
         """
         name = self.config.tokenizer
-        if name == BUILT_IN[0] or local_files(name) is not None or looks_like_path(name):
+        if name == BUILT_IN[0] or local_files(name) is not None:
             return open_tokenizer(name)
         if (own := self.own_tokenizer) is not None:
             return own
+        if looks_like_path(name):
+            return open_tokenizer(name)
         if self.folder.is_dir():
             return read_tokenizer(self.folder, read_manifest(self.folder)["tokenizer"]["name"])
         if name in BUILT_IN[1:]:

@@ -1060,3 +1060,14 @@ def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):
         corpora.open_corpus(str(tmp_path), document="file", column=None, subset=None, split="train").texts(1000)
     )
     assert {text[0] for text in taken} == set("0123") and 1000 <= sum(map(len, taken)) < 1500
+
+
+def test_the_tokenizer_of_a_run_serves_where_its_own_file_is_gone(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be")
+    made = prepared(text_set(tmp_path, "text", path=str(tmp_path / "a.txt"), tokenizer="characters", val_split=0.2))
+    run, gone = tmp_path / "run", str(tmp_path / "gone" / "tokenizer.json")
+    run.mkdir()
+    made.keep(run)
+    moved = text_set(tmp_path, "text", path=str(tmp_path / "a.txt"), tokenizer=gone)
+    moved.restore(run, {"tokenizer": gone})
+    assert moved.tokenizer.encode("be") == made.tokenizer.encode("be")

@@ -172,6 +172,12 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
         torch.testing.assert_close(model(**inputs).logits, wanted)
     assert model.config.id2label[3] == "3"
     same_run(run, back(out, tmp_path / "again"))
+    assert "model-index" in (out / "README.md").read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "best_step": 1}))  # of the weights of another step
+    assert here("export", run, tmp_path / "last", "--checkpoint", "last") == 0
+    text = (tmp_path / "last" / "README.md").read_text()
+    assert "Not evaluated." in text and "model-index" not in text
 
     card = (out / "README.md").read_text()
     head = yaml.safe_load(card.split("---")[1])

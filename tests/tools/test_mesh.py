@@ -76,3 +76,8 @@ def test_show_on_a_mesh(capsys):
     assert "--mesh: expected DATAxSEQUENCE such as 8x4, got '8'" in refuse(capsys, "show", "quickstart", "--mesh", "8")
     assert "model.name: DiT does not split" in refuse(capsys, "show", "dit_tiny_lightnet", "--mesh", "2x2")
     assert "cannot be divided evenly among 16" in refuse(capsys, "show", "mlm_tiny_lion_s", *SMALL, "--mesh", "16x1")
+
+
+def test_a_mesh_has_its_own_number_of_processes(capsys):
+    said = refuse(capsys, "show", "quickstart", "--mesh", "4x2", "--processes", 2)
+    assert "--processes: a mesh has 8, leave it out" in said

@@ -296,7 +296,7 @@ def test_data_say_which_they_are_in_a_line():
 def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
     (tmp_path / "image_classification.json").write_text('{"softmax": []}')
     line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
-    assert "image_classification.json: not a report of this command; --fresh starts over" in line
+    assert "image_classification.json: not a report of this command; delete it to start over" in line
 
 
 def test_reports_written_at_once_keep_each_other(runs, tmp_path, monkeypatch):

@@ -143,6 +143,13 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="holds a run of another recipe, differing in seed: 1 -> 0"):
         tools_train.main([str(path), "--processes", "2"])
     assert len(calls) == 1
+    shutil.copytree(folder, tmp_path / "renamed")
+    (tmp_path / "renamed" / "checkpoints").mkdir(exist_ok=True)
+    moved = str(tmp_path / "renamed" / "recipe.yaml")
+    with pytest.raises(ConfigError, match=r"the run was renamed or moved, it was .*; add run.root=.* run.name=renamed"):
+        tools_train.main([moved])
+    tools_train.main([moved, "run.name=renamed", f"run.root={tmp_path}", "--processes", "2"])
+    assert len(calls) == 2
     seeds = {tools_train.seed_of(rank, seed) for rank in range(3) for seed in range(3)}
     assert len(seeds) == 9 and tools_train.seed_of(0, 2) == 2
 

@@ -35,11 +35,13 @@ READ = ("text", "labelled text", "images")  # kinds of data with a tokenizer or 
 
 
 def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
-    """Return the model card (`README.md`) of a run that the Auto class `auto` loads."""
+    """Return the model card (`README.md`) of a run that the Auto class `auto` loads, with results of these weights."""
     metric, task = metric_of(recipe), PIPELINES[auto]
     summary = read_json(run.folder / SUMMARY)
-    split = summary.get("split", "val")
-    value = summary.get("value", run.checkpoint["best"]["value"])
+    if run.ema or summary.get("best_step") != run.checkpoint["step"]:
+        summary = {}  # of the weights of another step, or not averaged
+    split, best = summary.get("split", "val"), {} if run.ema else run.checkpoint.get("best", {})
+    value = summary.get("value", best.get("value", math.nan))
     data, name = recipe.data.describe(), recipe.run.name
     c = recipe.model
     read = type(run.task.info).kind in READ
