@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -80,16 +80,17 @@ def split_of(file: Path) -> str | None:
     return next((name for name in reversed(file.parts[:-1]) if name in ("train", *VAL, *TEST)), None)
 
 
-def configuration_of(root: Path, files: Sequence[Path], split: str, subset: str | None) -> str | None:
-    """Return the folder of the configuration `subset` in a clone from the Hub, or None to read the whole clone.
+def configuration(root: Path, files: list[Path], split: str, subset: str | None) -> tuple[Path, list[Path]]:
+    """Return the folder of the configuration `subset` of a clone from the Hub, and its files, relative to this folder.
 
-    A configuration is a folder of parquet files, one of which is of the split. The folder `data` has no name.
+    A configuration is a folder of parquet files, one of which is of the split. The folder `data` is that of a clone
+    whose configuration has no name. A clone without configurations is returned as it is.
 
     Args:
         root: The folder of the clone.
         files: Its files, relative to `root`.
         split: A split that every configuration has.
-        subset: The name of the configuration, or None.
+        subset: The name of the configuration, or None if there is one at most.
 
     Raises:
         ConfigError: There are several configurations, or others than the one that is set.
@@ -97,10 +98,10 @@ def configuration_of(root: Path, files: Sequence[Path], split: str, subset: str 
     tables = [f for f in files if f.suffix == ".parquet" and len(f.parts) > 1]
     names = sorted({f.parts[0] for f in tables if split_of(f.relative_to(f.parts[0])) == split})
     if subset in names:
-        return subset
+        return root / subset, [f.relative_to(subset) for f in files if f.parts[0] == subset]
     if len(names) > 1 or (subset is not None and names not in ([], ["data"])):
         raise ConfigError(f"data.subset: {root} has {', '.join(names)}, {nearest(str(subset), names)}")
-    return None
+    return root, files
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import configuration_of, import_datasets, readable, split_of
+from data.hub import configuration, import_datasets, readable, split_of
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -261,8 +261,7 @@ def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
         ConfigError: There are several configurations or splits, but not the one that is set.
     """
     files = [(Path(folder) / name).relative_to(root) for folder, names in walk(root) for name in names]
-    if (chosen := configuration_of(root, files, split, subset)) is not None:
-        root, files = root / chosen, [f.relative_to(chosen) for f in files if f.parts[0] == chosen]
+    root, files = configuration(root, files, split, subset)
 
     splits: dict[str | None, list[Path]] = {None: []}
     for file in files:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path
-from data.hub import TEST, VAL, configuration_of, import_datasets, readable, split_of
+from data.hub import TEST, VAL, configuration, import_datasets, readable, split_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -97,8 +97,7 @@ def by_split(root: Path, train: str, subset: str | None = None) -> dict[str, lis
     found: dict[str, list[str]] = {}
     # neither folders nor pipes
     files = sorted(f.relative_to(root) for f in root.rglob("*.parquet") if f.is_file() or not f.exists())
-    if (chosen := configuration_of(root, files, train, subset)) is not None:
-        root, files = root / chosen, [f.relative_to(chosen) for f in files if f.parts[0] == chosen]
+    root, files = configuration(root, files, train, subset)
     for file in files:
         found.setdefault(split_of(file) or train, []).append(str(root / file))
     return found if train in found or len(found) != 1 else {train: next(iter(found.values()))}
