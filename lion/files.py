@@ -37,6 +37,14 @@ def save_text(path: Path, text: str) -> None:
     write_atomic(path, lambda file: file.write(text.encode()))
 
 
+def keep_aside(path: Path) -> Path:
+    """Rename a file or a folder to NAME.oldN, with the first free N; return the new path."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return path.rename(aside)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the directory entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)

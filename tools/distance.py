@@ -20,6 +20,7 @@ jackknife over the first set. --keep stores the generated images, and reuses the
 from __future__ import annotations
 
 import hashlib
+import json
 import shlex
 import warnings
 from functools import partial
@@ -40,7 +41,7 @@ from lion.evaluation.distances import (
     precision_recall,
     radii,
 )
-from lion.files import save_json
+from lion.files import keep_aside, save_json
 from lion.progress import progress
 from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.image_classification import ImageClassification
@@ -54,6 +55,7 @@ from tools.probe import device_name, stamp
 FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # smallest number of images in a set
 SHARES = ("precision", "recall")
+COUNTS = ("samples", "reference", "nearest")  # fields of `Row`
 NEAREST = 10_000  # most images of each set whose neighbours are searched
 
 
@@ -125,7 +127,10 @@ def main(argv: list[str]) -> int:
             about |= {name: getattr(args, name) for name in ("checkpoint", "raw", "steps", "guidance", "seed")}
             about["step"] = run.checkpoint["step"]
         typed = shlex.join(["./run.sh", "distance", *argv])
-        save_json(out, {**about, "device": device_name(), **stamp(typed), "rows": [row._asdict() for row in rows]})
+        about["rows"] = [row._asdict() for row in rows]
+        if run and not args.out and has_other(out, about):
+            say(f"the scores of other settings are kept as {keep_aside(out)}")
+        save_json(out, {**about, "device": device_name(), **stamp(typed)})
         say(f"written: {out}")
     return 0
 
@@ -247,6 +252,18 @@ def check(pictures: Pictures, features: Any) -> None:
         raise ConfigError(f"{pictures.name}: {pictures.count} images, expected at least {FEWEST}")
     if features and pictures.shape and len(pictures.shape) == 3:
         features.check(pictures.shape, pictures.name)
+
+
+def has_other(path: Path, about: dict[str, Any]) -> bool:
+    """Return whether a file holds scores that are not those of `about`, measured again."""
+
+    def settings(held: dict[str, Any]) -> list[Any]:
+        return [*(held.get(key) for key in about if key != "rows"), *(held["rows"][0][key] for key in COUNTS)]
+
+    try:
+        return path.exists() and settings(json.loads(path.read_text())) != settings(about)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return True
 
 
 class Features(NamedTuple):

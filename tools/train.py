@@ -20,7 +20,7 @@ from torch import nn
 
 from data.base import DataSet
 from lion.config import ConfigError
-from lion.files import save_json, save_text
+from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
 from lion.ops import FORMS
 from lion.recipe import Recipe, differences, dump_recipe, free_keys
@@ -276,11 +276,7 @@ def processes_text(recipe: Recipe, world: int) -> str:
 
 def set_aside(folder: Path) -> None:
     """Rename the folder of an earlier run to NAME.oldN; nothing is deleted."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.old{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    print(f"the earlier run is kept as {aside}")
+    print(f"the earlier run is kept as {keep_aside(folder)}")
 
 
 def check_place(path: str, overrides: list[str], recipe: Recipe) -> None:

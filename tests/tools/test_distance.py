@@ -164,10 +164,19 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert "holds other files" in refuse(capsys, "distance", *args[:-1], tmp_path, "--samples", 24)
 
 
-def test_samples_of_a_run_that_was_trained_anew_are_others(classifier, generator, tmp_path, capsys):
-    run = shutil.copytree(generator, tmp_path / "makes")
-    args = [run, "--features", classifier, "--steps", 1, "--samples", 20, "--keep", tmp_path / "kept"]
-    figures(capsys, *args)
+def test_scores_of_other_settings_and_samples_of_other_weights(classifier, generator, tmp_path, capsys):
+    """Check that scores of other settings are kept, that samples serve a moved run, and not one that was trained on."""
+    run = shutil.copytree(generator, tmp_path / "made")
+    names = [path.name for path in run.glob("distance.json*")]
+    args = ["--features", classifier, "--steps", 1, "--samples", 20, "--keep", tmp_path / "kept"]
+    figures(capsys, run, *args)
+    figures(capsys, run, *args)
+    first = (run / "distance.json").read_text()
+    run = run.rename(tmp_path / "makes")
+    args = [run, *args]
+    figures(capsys, *args, "--real", 40)
+    assert len([*run.glob("distance.json*")]) == len(names) + 2
+    assert first in {path.read_text() for path in run.glob("distance.json.old*")}
     changed(run, lambda x: x.add_(0.1))  # the number of steps is the same
     assert "holds other samples, weights differs" in refuse(capsys, "distance", *args)
 
