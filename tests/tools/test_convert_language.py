@@ -234,8 +234,9 @@ def test_the_run_keeps_its_tokenizer_and_gives_it_back(tokenizers, tmp_path, cap
     assert here("eval", run, f"data.path={tmp_path / 'text.txt'}", f"data.root={tmp_path / 'data'}", "--eager") == 0
     assert "MLM accuracy" in capsys.readouterr().out
     run = run.rename(tmp_path / "moved")
-    assert "no file or folder" in refuse(capsys, "export", run, tmp_path / "back")
-    assert here("export", run, tmp_path / "back", f"data.tokenizer={run / 'their.json'}") == 0
+    assert here("predict", run, "the capital of [MASK] is paris.") == 0
+    assert here("export", run, tmp_path / "named", f"data.tokenizer={run / 'their.json'}") == 0
+    assert here("export", run, tmp_path / "back") == 0
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     cls, sep, mask = (tokenizer.special[name] for name in ("cls", "sep", "mask"))
     words = [tokenizer.encode(text) for text in ("the capital of", "is paris.")]

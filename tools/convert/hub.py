@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from data.text.store import TOKENIZER
 from data.text.tokenizers import local_files, open_tokenizer
 from lion.config import ConfigError, flatten
 from lion.recipe import Recipe
@@ -66,7 +67,7 @@ class HubConverter(Converter):
             return {}
         found = open_tokenizer(str(held.folder))
         recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
-        return {f"{found.name}.json": found.inner.to_str(pretty=True)}
+        return dict.fromkeys((f"{found.name}.json", TOKENIZER), found.inner.to_str(pretty=True))
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: Info) -> str:
         return f"{recipe.model.name}, {recipe.model.shape()}"

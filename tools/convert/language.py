@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.text.store import TOKENIZER
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, open_tokenizer
 from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import SOFTMAX
@@ -220,7 +221,7 @@ class LanguageConverter(Converter):
             return {}
         found = open_tokenizer(recipe.data.tokenizer)
         recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
-        return {f"{found.name}.json": found.inner.to_str(pretty=True)}
+        return dict.fromkeys((f"{found.name}.json", TOKENIZER), found.inner.to_str(pretty=True))
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
