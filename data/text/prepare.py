@@ -149,9 +149,8 @@ def assemble(
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
-    if held_out * documents < 1 and not tail:
-        share, what = 100 * held_out, "one document" if documents == 1 else f"{documents} documents"
-        log.info("data.path: %s, too few to hold out %g %% of them: the last %g %% of the text are", what, share, share)
+    if documents == 1 and not tail:
+        log.info("data.path: one document, so its last %g %% are held out (data.split=tail)", 100 * held_out)
         tail = True
     if tail:
         chosen, cut = np.empty(0, np.int64), total - max(1, round(held_out * total))
@@ -176,6 +175,11 @@ def assemble(
                 writer.write(own, ends)
             written += len(own)
         seen += int(part.begins.sum())
+    if len(chosen) and (share := val.count / total) > 2 * held_out:
+        much = f"{len(chosen)} of {documents} documents with {share:.0%} of the tokens"
+        log.warning(
+            "data.path: %s are held out, asked for %g %%; data.split=tail holds out the end", much, 100 * held_out
+        )
     return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}, tail
 
 
