@@ -174,8 +174,8 @@ def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor:
     if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
-    elif log_decay.requires_grad and log_decay.stride(2) == 0:  # has a gradient for each token
-        log_decay = log_decay.contiguous()
+    elif not torch.compiler.is_compiling() and log_decay.requires_grad and log_decay.stride(2) == 0:
+        log_decay = log_decay.contiguous()  # each token has a gradient; Dynamo cannot read such a stride of an input
     return log_decay[..., None] if log_decay.dim() == 3 else log_decay
 
 

@@ -53,6 +53,7 @@ def test_bytes_of_operators_that_write_in_place():
         assert tensors * 4000 <= counted.cost.moved < tensors * 4000 + 100, tensors
 
 
+@pytest.mark.slow
 def test_an_operator_and_a_step_are_reported(tmp_path, capsys):
     command = [
         "lion_s",

@@ -1,5 +1,6 @@
 """Steps of selective scans: found in a graph, and counted."""
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -10,6 +11,7 @@ from tools.gpu.lower import lower
 from tools.gpu.targets import TARGETS
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_loop_are_counted_in_the_cost_of_its_graph(monkeypatch):
     monkeypatch.setattr(scans, "TOKENS_ELSEWHERE", 4)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -90,6 +90,7 @@ def test_vit(mixer, attention):
         assert_close(exported(images), model(images), 1e-6, f"batch {batch}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.every) for n in ALL_MIXERS])
 def test_graphs_take_all_lengths_unless_unrolled(name):
     mixer = make_mixer(name, 16, 2, ALL_MIXERS[name].layer.Config()).eval()
@@ -147,6 +148,7 @@ def test_no_trace_of_steps_and_scans():
             torch.jit.trace(module, example)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ("lightnet", "deltanet", "vim"))  # with loops that are one operator elsewhere
 def test_graphs_hold_operators_of_torch_alone(mixer):
     layer = make_mixer(mixer, 16, 2, AttentionConfig()).eval()

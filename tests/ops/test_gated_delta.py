@@ -46,6 +46,7 @@ def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
         check_gradients(inputs(decay, length, vectors, heads=2), FORMS, **settings(direction, undecayed_erase))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ("full", "chunk5", "rnn1", "rnn5"))
 @pytest.mark.parametrize("decay, vectors", [("S", "beta"), ("vector", "beta, erase, read"), ("extreme", "read")])
 def test_masks(decay, vectors, form):

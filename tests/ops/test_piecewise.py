@@ -77,6 +77,7 @@ def test_masks(attention, form, decay, direction, masks):
     assert_close(attention(*inputs, **FORMS[form], direction=direction, **MASKS[masks]), expected, 1e-12)
 
 
+@pytest.mark.slow
 @both_ways("form, decay", [("rnn", "S"), ("chunk", "vector")])
 def test_everything_else(attention, form, decay):
     inputs = make(decay, 75)
@@ -91,6 +92,7 @@ def test_everything_else(attention, form, decay):
         assert_close(attention(**extras, **FORMS[form], **how), expected, 1e-12, f"{what} {how}")
 
 
+@pytest.mark.slow
 def test_delta_rule(attention):
     given = case(unit_keys(make("lit", 75)), "beta")
     expected = given.on(reference_attention, normalize="none", segments=SEGMENTS)
@@ -98,6 +100,7 @@ def test_delta_rule(attention):
     assert_close(got, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_decays_of_the_delta_rule(attention):
     given = case(unit_keys(make("vector", 75)), "beta, erase, read")
     how = dict(normalize="none", decay_convention="target", undecayed_erase=True)
@@ -107,6 +110,7 @@ def test_decays_of_the_delta_rule(attention):
         assert_close(attention(**tensors, form=form, chunk_size=8, valid=VALID, **how), expected, 1e-12, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ("full", "chunk", "rnn"))
 def test_feature_maps(attention, form):
     """Check elementwise and vector feature maps, applied by the operator piece by piece, or before the call."""
@@ -120,6 +124,7 @@ def test_feature_maps(attention, form):
         assert_close(attention(q, k, v, log_decay, feature_map=name, **how), expected, 1e-12, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_outside(attention, form):
     inputs = make("S", 75)

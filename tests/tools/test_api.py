@@ -53,6 +53,7 @@ follow_imports = silent
 """
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_the_public_interface(tmp_path):
     """Check a program with mypy, in which mistakes are marked: a mark without a mistake is an error, too."""
     pytest.importorskip("mypy")

@@ -88,6 +88,7 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_process_without_lion_runs_programs_of_torch_export(folder, capsys):
     assert here("export", folder / "runs" / "text", folder / "text.pt2", "--format", "pt2") == 0
@@ -141,6 +142,7 @@ def test_the_description_states_how_an_image_is_scaled_and_cropped(settings, siz
     assert torch.equal(v2.functional.pil_to_tensor(picture.convert(rule["mode"])), wanted)
 
 
+@pytest.mark.slow
 def test_a_process_without_lion_generates_text_and_images(folder, capsys):
     assert here("export", folder / "runs" / "noise", folder / "noise.pt2", "--format", "pt2") == 0
     assert "times (batch), labels (batch), noise (batch, 1, 8, 8);" in capsys.readouterr().out
@@ -166,6 +168,7 @@ def test_a_process_without_lion_generates_text_and_images(folder, capsys):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), [("delta", [5, 5]), ("softmax", [4, 4, 1, 1])])
 @torch.no_grad()
 def test_steps_of_any_size_continue_from_each_other(name, sizes, folder, tmp_path):
@@ -188,6 +191,7 @@ def test_steps_of_any_size_continue_from_each_other(name, sizes, folder, tmp_pat
     close(torch.cat(found, 1)[mask], model_of(folder, name)(ids, mask)[mask])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_process_without_lion_runs_programs_of_onnx(folder):
     for name in ("onnx", "onnxruntime", "onnxscript"):
@@ -252,6 +256,7 @@ def test_a_program_in_cpp_runs_packages_of_aotinductor(folder):
     close(found, model_of(folder, "softmax")(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

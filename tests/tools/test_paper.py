@@ -441,6 +441,7 @@ def test_runs_on_other_data_are_left_out(tmp_path):
     assert "Left out, on other data: 1 of the stored runs" in page.markdown({"t": made}, store, {})
 
 
+@pytest.mark.slow
 def test_the_report_is_what_its_raw_rows_say():
     """Check the stored report: every row is bound to its settings and data, and the page was not edited by hand."""
     store = open_store(ROOT / "reports" / "paper.json")
