@@ -234,9 +234,8 @@ class SampleCache:
             raise ConfigError(f"--keep: {folder} is not a folder of samples") from None
         if there is None and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} holds other files")
-        there = there if there is None or isinstance(there, dict) else {}
-        if there is not None and any(there.get(name) != value for name, value in about.items()):
-            odd = next(name for name in about if there.get(name) != about[name])
+        held = about if there is None else there if isinstance(there, dict) else {}
+        if odd := next((name for name in about if held.get(name) != about[name]), None):
             raise ConfigError(f"--keep: {folder} holds other samples, {odd} differs; use another folder")
         save_json(path, about)
 
