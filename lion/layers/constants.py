@@ -14,7 +14,7 @@ Make = Callable[[], Mapping[str, Tensor | None]]
 
 
 class Constants(nn.Module):
-    """A module with constants, which it makes again when it leaves the meta device, where tensors have no values."""
+    """A module with constants, which it makes again when it is moved or converted: `to_empty` leaves no values."""
 
     makers: Mapping[tuple[str, ...], Make] = {}
 
@@ -36,17 +36,21 @@ class Constants(nn.Module):
             for name, value in values.items():
                 setattr(self, name, value if value is None else value.to(getattr(self, name).dtype))
 
+    def held(self) -> list[Tensor]:
+        """Return the constants."""
+        found = (getattr(self, name) for names in self.makers for name in names)
+        return [value for value in found if value is not None]
+
     @property
     def on_meta(self) -> bool:
-        held = (getattr(self, name) for names in self.makers for name in names)
-        return any(value is not None and value.is_meta for value in held)
+        return any(value.is_meta for value in self.held())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Constants:
-        """Move or convert the tensors; `to_empty` ends here."""
-        before = self.on_meta
+        """Move or convert the tensors; `to_empty` ends here, once for each parent of a shared module."""
+        before = self.held()
         super()._apply(fn, recurse)
-        if before and not self.on_meta:
-            self.remake(next(value.device for value in self._buffers.values() if value is not None))
+        if not self.on_meta and any(new is not old for new, old in zip(self.held(), before)):
+            self.remake(self.held()[0].device)
         return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, metadata: dict, *args: Any) -> None:

@@ -47,13 +47,13 @@ def test_models_are_copied_and_pickled(name):
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_leave_the_meta_device_with_their_constants(name, mixer):
-    """Check buffers that are not in checkpoints, in both ways to give memory to a model without any."""
+    """Check buffers that are not in checkpoints, in all ways to give new memory to a model."""
     config = settings(name, mixer)
     config.drop_path = 0.1
     config.attention.direction = "forward" if name == "gpt" else config.attention.direction
     want = MODELS[name](config, **DATA[name])
-    for assign in (False, True):
-        with torch.device("meta"):
+    for device, assign in (("meta", False), ("meta", True), ("cpu", False)):
+        with torch.device(device):
             got = MODELS[name](config, **DATA[name])
         if not assign:
             got = got.to_empty(device="cpu")

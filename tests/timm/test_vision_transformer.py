@@ -196,6 +196,17 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
             assert new.isfinite().all()
 
 
+@pytest.mark.parametrize("name", TINY)
+@torch.no_grad()
+def test_weights_are_loaded_after_the_meta_device(name):
+    """Check the coordinates, whose module is a part of the model and of every layer."""
+    settings = dict(img_size=SIDE, depth=2, num_classes=CLASSES)
+    want = timm.create_model(name, **settings).eval()
+    model = timm.create_model(name, device="meta", **settings).to_empty(device="cpu").eval()
+    model.load_state_dict(want.state_dict())
+    assert torch.equal(model(images()), want(images()))
+
+
 @pytest.mark.slow
 def test_biases_of_convolutions_are_initialised_after_the_meta_device():
     kind = room.attention("lion_s", conv_width=3)
