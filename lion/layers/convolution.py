@@ -271,7 +271,7 @@ class AdaptiveTokenShift(TokenShift):
         self.first = nn.Parameter(torch.full((channels,), 0.5))
         self.down = nn.Parameter(torch.zeros(channels, outputs, rank))
         self.up = nn.Parameter(torch.empty(outputs, rank, channels).uniform_(-0.01, 0.01))
-        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("mix", "first")}
+        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("mix", "first", "down", "up")}
 
     def weights(self, x: Tensor, other: Tensor) -> Tensor:
         low = torch.einsum("blc,cmr->blmr", torch.lerp(x, other, self.first.to(x.dtype)), self.down.to(x.dtype))

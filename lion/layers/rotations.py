@@ -54,10 +54,11 @@ class Lrpe(Rotation):
     Without coordinates, tokens are rotated by the position in the sequence (RoPE).
 
     The pairs of a head are divided equally among the axes, in order. Leftover pairs are not rotated, nor are tokens
-    without coordinates (cls). Pair j of an axis rotates by `10000^(-2j / D)` per position, where D is the whole head
-    dimension. So each axis has the fast end of RoPE's spectrum, as in the authors' MdLrpe. The printed Eq. 12 differs:
-    it has n_k in place of n_s for each axis, an angle for each of D dimensions instead of pairs, and a j that continues
-    over the axes (`PrintedLrpe`).
+    without coordinates (cls). Pair j of an axis rotates by `10000^(-2j / D)` per position, where D is the head
+    dimension, so that each axis has the fast end of RoPE's spectrum. The authors' MdLrpe numbers the pairs of an axis
+    in the same way, but spreads one spectrum over all heads. The printed Eq. 12 differs from both: it has n_k in place
+    of n_s for each axis, an angle for each of D dimensions instead of pairs, and a j that continues over the axes
+    (`PrintedLrpe`).
     """
 
     shared = True

@@ -4,7 +4,7 @@
 
 The token reads the decayed state with r, erases along e, and writes its value along w. DeltaNet (arXiv 2406.06484) has
 no decay, r = k and e = w = beta k. With keys of norm 1 and beta in [0, 2], its steps never enlarge the state. With
-`undecayed_erase` (RWKV-7), r reads the state before the decay:
+`undecayed_erase` (RWKV-7, Comba), r reads the state before the decay:
 `S_i = (Diag(lambda_i) - e_i r_i^T) S_{i-1} + w_i v_i^T`. In both directions together, `(q_i . w_i) v_i` is subtracted
 once, so that a token's own value is counted once.
 

@@ -81,7 +81,7 @@ class Settings:
         chunk_size: Largest number of tokens per chunk, at least 1; in the rnn form, tokens per step.
         eps: Smallest divisor of a row under "sum" and "pre".
         dropout_p: Probability of dropping a score, 0 to 1; only in the full form.
-        undecayed_erase: Whether the erase of the delta rule reads the state before the token's decay (RWKV-7),
+        undecayed_erase: Whether the erase of the delta rule reads the state before the token's decay (RWKV-7, Comba),
             `S_i = (Diag(lambda_i) - e_i r_i^T) S_{i-1} + w_i v_i^T`.
         scan_merge: Method of merging several scans (`lion.ops.multiscan`), "masks" or "outputs".
 

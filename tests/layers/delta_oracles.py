@@ -36,10 +36,15 @@ def deltanet(w: Weights, x: Tensor, state, way: Way):
     return Read(apply(q, S), own, own, v), (S, None)
 
 
-def corrected(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, read: Tensor, erase: Tensor, state):
-    """Compute S = alpha S', S = S - erase (S^T read)^T + k v^T, and read y = q S / sqrt(D)."""
-    S = alpha[..., None] * memory(state, q, v)[0]
-    S, q = S - outer(erase, apply(read, S)) + outer(k, v), q / math.sqrt(q.shape[-1])
+def corrected(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, read: Tensor, erase: Tensor, state, undecayed=False):
+    """Compute S = alpha S', S = S - erase (S^T read)^T + k v^T, and read y = q S / sqrt(D).
+
+    If `undecayed`, `read` reads S'.
+    """
+    before = memory(state, q, v)[0]
+    S = alpha[..., None] * before
+    S = S - outer(erase, apply(read, before if undecayed else S)) + outer(k, v)
+    q = q / math.sqrt(q.shape[-1])
     return Read(apply(q, S), dot(q, k), dot(q, k), v), (S, None)
 
 
@@ -65,7 +70,7 @@ def channel_decay(w: Weights, x: Tensor, heads: int) -> Tensor:
 def gated_delta(f: Callable[[Weights, Tensor, int], Tensor]):
     """Make the cell S_t = (I - beta k p^T) Diag(alpha_t) S_{t-1} + beta k v^T; `f` returns alpha (B, H, 1 or D).
 
-    p is k. In Comba it is sigmoid(c) k, and q - d p reads.
+    p is k. In Comba it is sigmoid(c) k, which reads the state before the decay, and q - d p reads.
     """
 
     def cell(w: Weights, x: Tensor, state, way: Way):
@@ -74,7 +79,7 @@ def gated_delta(f: Callable[[Weights, Tensor, int], Tensor]):
         if "decays.0.c" in w:
             p = sigmoid(w["decays.0.c"])[:, None] * k
             q = q - w["decays.0.d"][:, None] * p
-        return corrected(q, beta * k, v, f(w, x, way.heads), p, beta * k, state)
+        return corrected(q, beta * k, v, f(w, x, way.heads), p, beta * k, state, undecayed="decays.0.c" in w)
 
     return cell
 

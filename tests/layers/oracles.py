@@ -252,10 +252,10 @@ def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
     return Read(*(torch.stack(parts, 1) for parts in zip(*reads)))
 
 
-def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward", eps: float = 0.0) -> Tensor:
-    """Compute the output (B, L, dim) of a layer for x (B, L, dim); `eps` belongs to the norm after the heads."""
+def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forward") -> Tensor:
+    """Compute the output (B, L, dim) of a layer for x (B, L, dim)."""
     if name == "lightnet" and direction == "both":
-        return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2), eps)
+        return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2))
     late = direction == "both" and LINEAR[name].decay_convention == "source"
     if direction != "backward":
         read = scan(name, w, x, Way(heads, late))
@@ -269,13 +269,13 @@ def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forwa
             numerator=read.numerator + back.numerator - own * read.v, rowsum=read.rowsum + back.rowsum - read.own
         )
     y = ORACLES[name][1](read.numerator, read.rowsum[..., None])
-    return behind_heads(w, x, y.flatten(2), eps)
+    return behind_heads(w, x, y.flatten(2))
 
 
-def behind_heads(w: Weights, x: Tensor, y: Tensor, eps: float) -> Tensor:
+def behind_heads(w: Weights, x: Tensor, y: Tensor) -> Tensor:
     """Apply RMSNorm over the whole width and the gate, if there are any, and the projection."""
     if "out_norm.weight" in w:
-        y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + eps) * w["out_norm.weight"]
+        y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + 1e-5) * w["out_norm.weight"]
     if "out_gate.0.weight" in w:
         y = y * sigmoid(linear(w, "out_gate.1", linear(w, "out_gate.0", x, False), False))
     return linear(w, "proj", y)

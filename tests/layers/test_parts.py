@@ -110,7 +110,8 @@ def formula(layer, x, direction):
         heads = rms(heads) * layer.head_norm.weight
     y = heads.transpose(1, 2).reshape(*x.shape[:2], width)
     if c.head_norm == "groupnorm":
-        y = F.group_norm(y.flatten(0, 1), H, layer.head_norm.weight, layer.head_norm.bias, 1e-5).view_as(y)
+        eps = 64e-5 if isinstance(layer, (RWKV6Attention, RWKV7Attention)) else 1e-5
+        y = F.group_norm(y.flatten(0, 1), H, layer.head_norm.weight, layer.head_norm.bias, eps).view_as(y)
     if c.conv_first:
         y = y + layer.conv_skip * convolved
     if c.bonus:
@@ -126,8 +127,7 @@ def formula(layer, x, direction):
     if c.gate_first:
         y, gate = y * gate, 1
     if c.out_norm == "rmsnorm":
-        eps = torch.finfo(y.dtype).eps
-        y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * layer.out_norm.weight
+        y = rms(y) * layer.out_norm.weight
     return F.linear(y * gate, layer.proj.weight, layer.proj.bias)
 
 

@@ -26,6 +26,7 @@ from lion.layers.mixers.parts import (
     make_gate,
 )
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
+from lion.layers.optim_factors import OptimFactors
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -179,6 +180,7 @@ class Attention(Mixer):
     Config = AttentionConfig
     Shift: ClassVar[type[TokenShift]] = TokenShift
     shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
+    head_eps: ClassVar[float] = 1e-5  # of `head_norm`
     # Settings of the published block, for mixers whose entry in `MIXERS` has none.
     published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
 
@@ -210,8 +212,11 @@ class Attention(Mixer):
         self.qk_norm = nn.ModuleList(norm(num_heads, self.head_dim) for _ in range(2)) if norm else None
         self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
         self.bonus = nn.Parameter(torch.zeros(num_heads, self.head_dim)) if c.bonus else None
-        self.head_norm = None if c.head_norm == NO_PART else HEAD_NORMS[c.head_norm](num_heads, self.value_dim)
-        self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width)
+        self.optim_factors = {"bonus": OptimFactors(weight_decay=0)}
+        self.head_norm = None
+        if c.head_norm != NO_PART:
+            self.head_norm = HEAD_NORMS[c.head_norm](num_heads, self.value_dim, self.head_eps)
+        self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width, eps=1e-5)
         self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, self.gate_rank, c.out_gate)
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:

@@ -17,8 +17,9 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig, Inputs
 from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
-from lion.layers.mixers.linear_transformers import DiscreteDecay, inverse_softplus_steps
+from lion.layers.mixers.linear_transformers import RWKV_EPS, DiscreteDecay, inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
+from lion.layers.optim_factors import OptimFactors
 from lion.ops import Gates, no_autocast
 
 
@@ -82,11 +83,21 @@ class ChannelDecay(Decay):
         return -self.a.to(x.dtype).exp()[:, None, None] * self.by_head(dt)
 
 
+class WideDiscreteDecay(DiscreteDecay):
+    """The decay of Mamba-2, with -A uniform in [0, 16] at the start, as in the released code of Gated DeltaNet."""
+
+    def start(self) -> Tensor:
+        return torch.empty(self.num_heads, 1).uniform_(0, 16).clamp_min(1e-4)  # its logarithm is learned
+
+
 class GatedDeltaRule(DeltaRule):
-    """Gated DeltaNet (arXiv 2412.06464): `S = (I - beta k k^T) lambda S + beta k v^T`, with the lambda of Mamba-2."""
+    """Gated DeltaNet (arXiv 2412.06464): `S = (I - beta k k^T) lambda S + beta k v^T`.
+
+    lambda is that of Mamba-2, with A in [0, 16] at the start.
+    """
 
     per = "a token and head, delta rule"
-    Decaying: type[Decay] = DiscreteDecay
+    Decaying: type[Decay] = WideDiscreteDecay
 
     def __init__(self, dim: int, num_heads: int, strength: float = 1.0) -> None:
         super().__init__(dim, num_heads, strength)
@@ -104,9 +115,10 @@ class KimiDeltaRule(GatedDeltaRule):
 
 
 class CombaRule(GatedDeltaRule):
-    """Comba (arXiv 2506.02475): `u = beta (v - lambda S^T p)`, `S = lambda S + k u^T`, `y = (q - d p) S`.
+    """Comba (arXiv 2506.02475): `u = beta (v - S^T p)`, `S = lambda S + k u^T`, `y = (q - d p) S`.
 
-    `p = sigmoid(c) k` reads what is erased, and corrects the query. c and d are numbers per head, which start at 1.
+    `p = sigmoid(c) k` reads what is erased from the undecayed state ("scalar plus low rank"), and corrects the query. c
+    and d are numbers per head, which start at 1.
     """
 
     def __init__(self, dim: int, num_heads: int, strength: float = 1.0) -> None:
@@ -155,6 +167,8 @@ class GeneralizedDeltaRule(Decay):
         self.w_down, self.w_up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)
         self.a_down, self.a_up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)
         self.k_k, self.k_a = nn.Parameter(torch.full((dim,), 0.85)), nn.Parameter(torch.ones(dim))
+        low_rank = ("w_down", "w_up", "a_down", "a_up")  # as in the released code
+        self.optim_factors = {f"{name}.weight": OptimFactors(weight_decay=0) for name in low_rank}
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.w_up, torch.tanh(linear(self.w_down, x[..., : self.dim])))
@@ -177,7 +191,7 @@ class GeneralizedDeltaRule(Decay):
 class RWKV7Attention(LionAttention):
     """RWKV-7 attention: the token shift has a sixth output, for a, and the bonus uses the keys that are written."""
 
-    shifts = 6
+    shifts, head_eps = 6, RWKV_EPS
 
     def bonus_keys(self, inputs: Inputs) -> Tensor:
         x = inputs.x
@@ -209,7 +223,14 @@ FAMILY = {
     ),
     "comba": Entry(
         DeltaAttention,
-        LinearMixer(CombaRule, **UNIT, source="2506.02475", block={**BLOCK, "out_gate": "sigmoid", "value_ratio": 2}),
+        LinearMixer(
+            CombaRule,
+            **UNIT,
+            undecayed_erase=True,
+            source="2506.02475",
+            block={**BLOCK, "out_gate": "sigmoid", "value_ratio": 2},
+            left_out="norm of the corrected q and of p (released kernels)",
+        ),
     ),
     "gdn2": Entry(
         LionAttention,

@@ -16,7 +16,10 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.layers.optim_factors import OptimFactors
 from lion.ops import Gates
+
+RWKV_EPS = 64e-5  # of the group norm in the released code: 1e-5 times the square of a divisor, which is 8
 
 
 class RetentionDecay(Decay):
@@ -105,6 +108,7 @@ class ReceptanceDecay(Decay):
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, dim, bias=False)
         self.u = nn.Parameter(1 - ratio)
+        self.optim_factors = {f"{name}.weight": OptimFactors(weight_decay=0) for name in ("down", "up")}
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))
@@ -152,7 +156,7 @@ class BoundedDecay(Decay):
 class RWKV6Attention(LionAttention):
     """RWKV-6, whose token shift has weights that depend on the token."""
 
-    Shift = AdaptiveTokenShift
+    Shift, head_eps = AdaptiveTokenShift, RWKV_EPS
 
 
 NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}

@@ -46,25 +46,26 @@ OUT_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
 class HeadRMSNorm(RMSNorm):
     """RMSNorm of each head of y (B, H, L, E), with weights (E) that all heads share."""
 
-    def __init__(self, num_heads: int, width: int) -> None:
-        super().__init__(width, eps=1e-5)
+    def __init__(self, num_heads: int, width: int, eps: float = 1e-5) -> None:
+        super().__init__(width, eps=eps)
 
 
 class HeadGroupNorm(nn.Module):
     """Layer norm of each head of y (B, H, L, E), with a weight and a bias for each channel: a group norm by heads."""
 
-    def __init__(self, num_heads: int, width: int) -> None:
+    def __init__(self, num_heads: int, width: int, eps: float = 1e-5) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(num_heads * width))
         self.bias = nn.Parameter(torch.zeros(num_heads * width))
 
     def forward(self, y: Tensor) -> Tensor:
         y = y.to(torch.promote_types(y.dtype, self.weight.dtype))
         weight, bias = (p.view(y.shape[1], 1, -1) for p in (self.weight, self.bias))
-        return F.layer_norm(y, y.shape[-1:], eps=1e-5) * weight + bias
+        return F.layer_norm(y, y.shape[-1:], eps=self.eps) * weight + bias
 
 
-HEAD_NORMS: Mapping[str, Callable[[int, int], nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
+HEAD_NORMS: Mapping[str, Callable[..., nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
 
 
 def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:

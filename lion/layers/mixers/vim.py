@@ -82,7 +82,8 @@ class Side(nn.Module):
 
     As published, A = -exp(a) starts at -1, .., -N in every channel, the steps in [0.001, 0.1], the weights of `step`
     uniform in +-1/sqrt(rank), and D (`skip`) at 1, in both directions. (In the released code the steps of the backward
-    direction keep PyTorch's start with bias 0, which makes them 0.7.) A has no weight decay.
+    direction keep PyTorch's start with bias 0, which makes them 0.7.) A has no weight decay. An initialisation of a
+    model other than `vim` replaces the start of all linear layers, that of `step` among them.
     """
 
     def __init__(self, channels: int, state: int, rank: int, width: int, direction: str) -> None:
