@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lion.config import fill, setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import Dropout
-from lion.layers.layout import ROW_MAJOR
+from lion.layers.layout import ROW_MAJOR, valid_of
 from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
+from lion.ops.modes import may_wait
 
 PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
 
@@ -206,7 +207,13 @@ class BertClassifier(BertEncoder):
         INITS[c.init](self, c.init_std)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, types: Tensor | None = None) -> Tensor:
-        """Return logits (B, outputs); the arguments are those of `encode`."""
+        """Return logits (B, outputs); the arguments are those of `encode`.
+
+        Raises:
+            ValueError: A row starts with padding, where values may be read (not on a GPU).
+        """
+        if segments is not None and may_wait(segments.device) and not valid_of(segments)[:, 0].all():
+            raise ValueError("segments: the first token of a row, [CLS], is read; padding stands behind the tokens")
         return self.logits(self.token(self.encode(tokens, segments, types), 0))
 
     def logits(self, first: Tensor) -> Tensor:

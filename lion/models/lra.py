@@ -194,7 +194,8 @@ def check_windows(segments: Tensor | None) -> None:
 class LRA(SequenceEncoder):
     """A classifier of sequences: encoder, mean of the valid tokens, and a linear head.
 
-    The two documents of a pair are encoded separately, and the head is an MLP of [e1, e2, e1 - e2, e1 e2] (S5).
+    The two documents of a pair are encoded separately, and the head is an MLP of [e1, e2, e1 - e2, e1 e2] (S5, with
+    the tanh GELU of flax).
 
     Args:
         classes: Number of classes.
@@ -208,12 +209,19 @@ class LRA(SequenceEncoder):
         self.head = (
             nn.Linear(dim, classes)
             if parts == 1
-            else nn.Sequential(nn.Linear(4 * dim, dim), nn.GELU(), nn.Linear(dim, classes))
+            else nn.Sequential(nn.Linear(4 * dim, dim), nn.GELU("tanh"), nn.Linear(dim, classes))
         )
         self.start()
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
-        """Return logits (B, classes) of ids or pixels (B, L), or of pairs (B, 2, L); see `encode`."""
+        """Return logits (B, classes) of ids or pixels (B, L), or of pairs (B, 2, L); see `encode`.
+
+        Raises:
+            ValueError: Inputs of another shape.
+        """
+        shape, pairs = tuple(inputs.shape), self.parts == 2
+        if len(shape) != 2 + pairs or (pairs and shape[1] != 2):
+            raise ValueError(f"inputs: expected {'(B, 2, L)' if pairs else '(B, L)'}, got {shape}")
         return self.logits(self.pooled(inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2)))
 
     def logits(self, pooled: Tensor) -> Tensor:

@@ -168,8 +168,9 @@ class ViT(ImageClassifier):
             return weights
         first, extra, last = source.position_parts(weights["position"])
         own = self.position_parts(self.position.detach())[1]
+        both = int(self.config.cls and source.config.cls)  # cls is the first of these tokens
         if own.shape[1] != extra.shape[1]:
-            extra = own
+            extra = torch.cat([extra[:, :both], own[:, both:]], 1)
         places = interpolated(torch.cat([first, last], 1), source.patches, self.patches)
         position = torch.cat([places[:, : self.before], extra, places[:, self.before :]], 1)
         return {**weights, "position": position}

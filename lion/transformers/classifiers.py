@@ -94,6 +94,9 @@ class LionForSequenceClassification(LionTextModel):
         logits, loss = self.model.logits(pooled), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            count = kwargs.get("num_items_in_batch")
+            if count is not None and self.config.problem_type != "single_label_classification":
+                loss = loss * labels.numel() / count  # transformers returns the mean over this micro-batch
         return SequenceClassifierOutput(loss, logits, found.hidden_states)
 
 

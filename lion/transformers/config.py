@@ -96,6 +96,8 @@ class LionConfig(PreTrainedConfig):
                 "LionConfig: model: missing section, for example "
                 "{'name': 'gpt', 'mixer': 'lion_s', 'dim': 384, 'depth': 6, 'num_heads': 6}"
             )
+        if not self.tie_word_embeddings:
+            raise ValueError("LionConfig: tie_word_embeddings: heads share the token embeddings; expected True")
         return self.model
 
     def settings(self, names: Mapping[str, str], whose: str) -> ModelConfig:

@@ -96,7 +96,8 @@ class LionTextModel(LionPreTrainedModel):
             hidden: Boolean (B, L), True for inputs that `LRAMasked` hides.
             cache: State after the tokens before these, which is updated.
             past_key_values: The same, under its name before transformers 5.24.
-            use_cache: Whether to return the state after these tokens.
+            use_cache: Whether to return the state after these tokens. None: not; `config.use_cache` is the default of
+                `generate` alone.
 
         Raises:
             ValueError: A mask or positions that cannot be expressed, or an option that a state does not have.

@@ -409,13 +409,12 @@ def test_a_decay_that_remembers_streams():
 
 def test_special_tokens_may_differ_from_row_to_row():
     """Check as many rows as heads, where a mask of rows must not be applied to heads."""
-    for name in ("lion_s", "lion_s_vector"):
-        layer, x = LionAttention(12, 3, name), torch.randn(3, 5, 12)
+    for name in ("lion_s", "lion_s_vector", "lion_s_hippo"):
+        layer, x = make_mixer(name, 12, 3), torch.randn(3, 5, 12)
         special = torch.eye(3, 5, dtype=torch.bool)
         log_decay = layer.decays[0](x, layer.heads(x)[1], Layout(special=special)).log_decay
-        assert ((log_decay == 0).flatten(3).all(3) if name.endswith("vector") else log_decay == 0).equal(
-            special[:, None].expand(-1, 3, -1)
-        )
+        kept = (log_decay == 0).view(3, 3, 5, -1).all(3)
+        assert kept.equal(special[:, None].expand(-1, 3, -1)), name
 
 
 def test_bad_rotations():

@@ -9,6 +9,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, resolve_mixer, set_form
 from lion.layers.mixers.delta import RWKV7Attention
 from lion.layers.mixers.fox import FOX
+from lion.layers.mixers.linear_transformers import RWKV6Attention
 from tests.layers.test_attention import PACKED, PADDED, check_padding
 
 PARTS = {

@@ -205,6 +205,19 @@ def test_a_classifier_of_the_first_token_does_not_go_forward():
         config.resolved()
 
 
+def test_a_classifier_of_the_first_token_refuses_padding_before_it():
+    config = BertClassifierConfig("lion_s", 12, 2, 3)
+    model, tokens = (
+        BertClassifier(config, vocabulary=VOCABULARY, length=9, outputs=3),
+        torch.ones(2, 4, dtype=torch.long),
+    )
+    valid = torch.ones(2, 4, dtype=torch.bool)
+    valid[1, 0] = False
+    with pytest.raises(ValueError, match=r"segments: the first token of a row, \[CLS\], is read"):
+        model(tokens, valid)
+    assert model(tokens, valid.flip(1)).shape == (2, 3)
+
+
 @torch.inference_mode()
 def test_transformers_classifies_the_same():
     """Compare with `BertForSequenceClassification` with copied weights."""

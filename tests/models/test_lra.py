@@ -95,6 +95,14 @@ def test_pairs_are_encoded_by_themselves_and_compared():
     want = made.head(torch.cat([first, second, first - second, first * second], -1))
     torch.testing.assert_close(made(tokens, segments), want)
     assert made.length == 4 * LENGTH
+    assert made.head[1].approximate == "tanh"
+
+
+def test_inputs_of_another_shape_are_refused():
+    pairs, single = model(parts=2), model()
+    for made, wrong in ((pairs, (4, 9)), (pairs, (4, 3, 9)), (single, (4, 2, 9)), (single, (9,))):
+        with pytest.raises(ValueError, match=r"inputs: expected \(B, .*L\), got"):
+            made(torch.zeros(wrong, dtype=torch.long))
 
 
 def test_pixels_are_normalised():

@@ -222,6 +222,13 @@ def test_positions_reach_a_model_with_or_without_cls(cls):
     assert torch.equal(position[:, : int(cls)], target.position[:, : int(cls)])
 
 
+def test_positions_of_cls_reach_a_distilled_model():
+    source, target = (vit(position_embedding=True, cls=True, distilled=d) for d in (False, True))
+    position = target.adapt(source.state_dict(), source)["position"]
+    torch.testing.assert_close(position[:, [0, *range(2, position.shape[1])]], source.position)
+    assert torch.equal(position[:, 1], target.position[:, 1])
+
+
 @pytest.mark.parametrize("mixer", [SOFTMAX, "vim"])
 @torch.no_grad()
 def test_cls_in_the_middle(mixer):

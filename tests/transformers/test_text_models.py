@@ -246,6 +246,21 @@ def test_losses_of_parts_of_a_batch_add_up(compute):
     assert abs(parts[0] - parts[1]) > 0.1 * whole
 
 
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification", "single_label_classification"])
+def test_losses_of_parts_of_a_batch_of_texts_add_up(problem):
+    model = made(LionForSequenceClassification, "bert", num_labels=1 if problem == "regression" else 3)
+    model.config.problem_type, tokens = problem, ids(3, 6)
+    labels = {
+        "regression": torch.tensor([0.5, -2, 3]),
+        "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [1, 1, 1]]),
+        "single_label_classification": torch.tensor([0, 2, 1]),
+    }[problem]
+    parts = [
+        model(tokens[i], labels=labels[i], num_items_in_batch=labels.numel()).loss for i in (slice(2), slice(2, 3))
+    ]
+    torch.testing.assert_close(sum(parts), model(tokens, labels=labels).loss)
+
+
 @EVERY
 def test_checkpointing_recomputes_the_same_gradients(kind, name):
     model, tokens = made(kind, name, num_labels=3).train(), ids(2, 6)
@@ -315,6 +330,8 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
         LionForCausalLM(config("gpt", model={"mixr": "x"}))
     with pytest.raises(ValueError, match="vocab_size: missing"):
         LionForCausalLM(config("gpt", vocab_size=None))
+    with pytest.raises(ValueError, match="tie_word_embeddings: heads share the token embeddings"):
+        LionForCausalLM(config("gpt", tie_word_embeddings=False))
     with pytest.raises(
         ValueError, match=r"LionModel: a model of tokens, .*hidden states of LionForImageClassification"
     ):

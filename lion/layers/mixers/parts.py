@@ -106,9 +106,9 @@ class BlockState(NamedTuple):
 
     Attributes:
         heads: State of the mixing of heads.
-        shift: The last token, (B, 1, dim); (B, 0, dim) without token shift.
-        conv: The tokens (B, width - 1, C) that the next convolution reads; (B, 0, C) without convolution.
-        kv: The last key and value before their shift, (B, 1, C); (B, 0, C) without a shift.
+        shift: The last token, (B, 1, dim); empty without token shift.
+        conv: The tokens (B, width - 1, C) that the next convolution reads; empty without convolution.
+        kv: The last key and value before their shift, (B, 1, C); empty without a shift.
     """
 
     heads: Any
