@@ -84,9 +84,26 @@ class TrainingLeak(Streaming):
 
 
 class BatchLeak(Attention):
-    def clean(self, x, valid):
-        x = super().clean(x, valid)
-        return x + 0.1 * (x - x.mean(0))
+    """Rows of a batch mix, unless there are masks."""
+
+    def forward(self, x, valid=None, segments=None):
+        mixed = valid is None and segments is None
+        return super().forward(x + 0.1 * (x - x.mean(0)) if mixed else x, valid, segments)
+
+
+class BorderLeak(Attention):
+    """A chunk of 64 tokens sees the next one."""
+
+    def order(self, length):
+        chunk = torch.arange(length) // 64
+        return super().order(length) | (chunk == chunk[:, None] + 1)
+
+
+class FirstRow(Attention):
+    """The masks of the first row are those of all rows."""
+
+    def mask(self, x, valid, segments):
+        return super().mask(x, *(None if mask is None else mask[:1] for mask in (valid, segments)))
 
 
 class CompileFault(Attention):

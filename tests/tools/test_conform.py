@@ -9,7 +9,7 @@ from torch import nn
 
 from lion.layers.mixers import MIXERS, LionAttention
 from tests.helpers import ROOT, here, refuse
-from tests.tools.conform_layers import FAULTS, Attention, CompileFault, Streaming
+from tests.tools.conform_layers import FAULTS, Attention, BorderLeak, CompileFault, FirstRow, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
 from tools.conform.target import open_subject, parse_init
@@ -62,6 +62,17 @@ def test_a_fault_is_found_by_the_check_of_its_name(kind):
     assert failures(subject) == {FAULTS.get(kind)} - {None, COMPILE}
 
 
+@pytest.mark.parametrize(
+    ("kind", "checks"),
+    [
+        (BorderLeak, {"causal in evaluation", "causal in training", "padding", "packed documents"}),
+        (FirstRow, {"padding", "packed documents"}),
+    ],
+)
+def test_faults_beyond_the_first_chunk_and_row_are_found(kind, checks):
+    assert failures(Subject("", kind(), adapt_plain, 8, causal=True)) == checks
+
+
 @pytest.mark.compiled
 def test_a_fault_of_the_compiled_layer_is_found():
     (result,) = examine(Subject("", CompileFault(), adapt_plain, 8), [COMPILE])
@@ -108,7 +119,7 @@ def test_table_json_and_exit_code(tmp_path, capsys):
     assert [check["name"] for check in held["checks"]] == EAGER and held["dim"] == 12 and held["causal"]
     checks = {check["name"]: check for check in held["checks"]}
     assert checks["padding"]["result"] == "fails" and checks["padding"]["value"] > checks["padding"]["limit"]
-    assert len(checks["padding"]["measures"]) == 3 and checks["steps equal whole"]["value"] is None
+    assert len(checks["padding"]["measures"]) == 6 and checks["steps equal whole"]["value"] is None
     assert here("conform", f"{LAYERS}:Streaming", "--causal", "--eager") == 0
     assert "17 hold, 0 fail, 0 not offered" in capsys.readouterr().out
 

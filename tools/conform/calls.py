@@ -14,6 +14,7 @@ from tools.conform.subject import NotOffered, Subject
 LENGTHS = (1, 2, 31, 32, 33)  # also a prime, 2^k, 2^k + 1
 SEEN = 16  # tokens of a call before a longer one
 CHUNKS = (1, 5, 16, 64)
+STREAMS = ((1, LENGTH), (LENGTH // 2, LENGTH), (120, 136))  # tokens of a prompt, and with the steps after it
 SCALES = (1.0, 30.0)  # of activations; the second one saturates gates, and its limits grow with the rounding errors
 
 
@@ -41,13 +42,13 @@ def compiled(subject: Subject) -> Iterator[Measure]:
 
 def steps(subject: Subject) -> Iterator[Measure]:
     """Compare a prompt and the steps after it with one call on all tokens."""
-    run = subject.fresh()
-    for scale, prompt in itertools.product(SCALES, (1, LENGTH // 2)):
-        x, where = scale * subject.tokens(2, LENGTH), f"prompt of {prompt} tokens, activations times {scale:g}"
+    for scale, (prompt, length) in itertools.product(SCALES, STREAMS):
+        run = subject.fresh()
+        x, where = scale * subject.tokens(2, length), f"prompt of {prompt} tokens, activations times {scale:g}"
         with torch.no_grad(), case(where):
             y, state = run.adapted.prefill(x[:, :prompt].clone())
             outputs = [y]
-            for i in range(prompt, LENGTH):
+            for i in range(prompt, length):
                 y, state = run.adapted.step(x[:, i : i + 1].clone(), state)
                 outputs.append(y)
             value = difference(torch.cat(outputs, 1), run(x))

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tools.conform.measure import LEAK, LENGTH, SAME, Measure, case, difference, differences, gradients
+from tools.conform.measure import BEYOND, LEAK, LENGTH, SAME, Measure, case, difference, differences, gradients
 from tools.conform.subject import Calls, Subject
 
 LOUD = 10.0  # scale of the content of padding and of replaced tokens, so that a small leak shows
 SIDES = {"left": (5, 0), "right": (0, 5), "left and right": (3, 2)}  # tokens of padding before and after
+CUTS = {LENGTH: (1, LENGTH // 2, LENGTH - 1), BEYOND: (1, 64, 65, BEYOND - 1)}  # by length, first tokens that are kept
+DOCUMENTS = {LENGTH: ((9, 15), (1, 7, 16)), BEYOND: ((130, 1, 169), (64, 64, 172))}  # by length, rows of documents
 
 
 def pad(x: Tensor, before: int, after: int, content: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -25,16 +27,15 @@ def pad(x: Tensor, before: int, after: int, content: Tensor | float) -> tuple[Te
 
 
 def padding(subject: Subject) -> Iterator[Measure]:
-    """Compare the outputs of a padded row with those of the row alone."""
-    run, x = subject.fresh(), subject.tokens(1, LENGTH)
-    with torch.no_grad():
-        alone = run(x)
-        for side, (before, after) in SIDES.items():
-            noise = LOUD * subject.tokens(1, LENGTH + before + after, seed=1)
-            padded, valid = pad(x, before, after, noise)
-            with case(side):
-                y = run(padded, valid=valid)
-            yield Measure(difference(y[valid], alone[0]), SAME, f"padding {side}")
+    """Compare the rows of a batch, each with padding on another side, with the row alone."""
+    for length in (LENGTH, BEYOND):
+        run, x = subject.fresh(), subject.tokens(1, length)
+        noise = LOUD * subject.tokens(1, length + 5, seed=1)
+        padded, valid = map(torch.cat, zip(*(pad(x, before, after, noise) for before, after in SIDES.values())))
+        with torch.no_grad(), case(f"{length} tokens"):
+            alone, y = run(x), run(padded, valid=valid)
+        for i, side in enumerate(SIDES):
+            yield Measure(difference(y[i, valid[i]], alone[0]), SAME, f"padding {side} of {length} tokens")
 
 
 def nan_in_padding(subject: Subject) -> Iterator[Measure]:
@@ -51,16 +52,19 @@ def nan_in_padding(subject: Subject) -> Iterator[Measure]:
 
 
 def packed(subject: Subject) -> Iterator[Measure]:
-    """Compare the outputs of documents packed into one row with those of each document alone."""
-    run = subject.fresh()
-    for lengths in ((9, 15), (1, 7, 12)):
-        parts = [LOUD ** (i % 2) * subject.tokens(1, length, seed=i) for i, length in enumerate(lengths)]
-        ids = [torch.full((1, length), i) for i, length in enumerate(lengths)]
-        with torch.no_grad(), case(f"documents of {lengths} tokens"):
-            whole = run(torch.cat(parts, 1), segments=torch.cat(ids, 1)).split(lengths, 1)
-            for i, (y, part) in enumerate(zip(whole, parts)):
-                where = f"document {i + 1} of {len(lengths)}, documents of {', '.join(map(str, lengths))} tokens"
-                yield Measure(difference(y, run(part)), SAME, where)
+    """Compare the outputs of documents packed into the rows of a batch with those of each document alone."""
+    for length, batch in DOCUMENTS.items():
+        run, x = subject.fresh(), subject.tokens(len(batch), length)
+        ids = torch.stack([torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in batch])
+        x[ids == 1] *= LOUD
+        with torch.no_grad(), case(f"{length} tokens"):
+            whole = run(x, segments=ids)
+            for row, lengths in enumerate(batch):
+                for i in range(len(lengths)):
+                    own = ids[row] == i
+                    where = f"document {i + 1} of {len(lengths)}, documents of {', '.join(map(str, lengths))} tokens"
+                    alone = subject.fresh()(x[row : row + 1, own])
+                    yield Measure(difference(whole[row, own], alone[0]), SAME, where)
 
 
 def causal_in_evaluation(subject: Subject) -> Iterator[Measure]:
@@ -73,13 +77,13 @@ def causal_in_training(subject: Subject) -> Iterator[Measure]:
 
 def later_tokens(subject: Subject, train: bool) -> Iterator[Measure]:
     """Compare the outputs of the first tokens before and after all later tokens are replaced."""
-    x, other = subject.tokens(2, LENGTH), LOUD * subject.tokens(2, LENGTH, seed=1)
-    for first in (1, LENGTH // 2, LENGTH - 1):
-        y, changed = (
-            seeded(subject.fresh(train=train), torch.cat([x[:, :first], t[:, first:]], 1)) for t in (x, other)
-        )
-        value = difference(changed[:, :first], y[:, :first])
-        yield Measure(value, LEAK, f"the first {first} of {LENGTH} tokens, others replaced")
+    for length, cuts in CUTS.items():
+        x, other = subject.tokens(2, length), LOUD * subject.tokens(2, length, seed=1)
+        y = seeded(subject.fresh(train=train), x)
+        for first in cuts:
+            changed = seeded(subject.fresh(train=train), torch.cat([x[:, :first], other[:, first:]], 1))
+            value = difference(changed[:, :first], y[:, :first])
+            yield Measure(value, LEAK, f"the first {first} of {length} tokens, others replaced")
 
 
 def seeded(run: Calls, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tools.conform.subject import Calls
 
-LENGTH, BEYOND = 24, 300  # tokens of most checks, and of a long sequence
+LENGTH, BEYOND = 24, 300  # tokens of most checks, and of a sequence of several chunks
 SAME = 1e-4  # limit of a difference between two computations of one result in float32
 LEAK = 1e-5  # limit of the influence of a token on an output that must not depend on it, at equal shapes
 
