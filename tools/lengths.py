@@ -7,6 +7,8 @@ of tokens used is a multiple of all lengths. Every length evaluates the same tok
 differs. A causal model predicts every token from the tokens before it in the window (and the token before the window).
 For a masked language model, the same tokens are masked at every length. A batch has as many tokens as the longest
 window. A model with position embeddings cannot read windows longer than its positions; its results there are `-`.
+
+The deviation is from the full form; with --form, windows of more than 1,024 tokens are compared with chunks.
 """
 
 from __future__ import annotations
@@ -50,7 +52,6 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         choose_form(model, args.form)
     forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
     forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
-    reference = forms_to_measure("all", args.chunk_size or CHUNK, forms_of(model))[0]
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
@@ -87,6 +88,8 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     rows: list[Row] = []
     try:
         for length in args.lengths:
+            known = 0 if args.form == "all" else length  # in one form, long text is not compared with the full form
+            reference = forms_to_measure("all", args.chunk_size or CHUNK, forms_of(model), known)[0]
             rows += measure_length(loaded, text, length, forms, reference, about, runtime)
     finally:  # keep results measured before Ctrl-C
         if rows:

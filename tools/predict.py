@@ -34,7 +34,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile; suited to a few files")
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="do not use torch.compile, as for masked language models; suited to a few files",
+    )
     parser.add_argument(
         "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
     )

@@ -51,7 +51,7 @@ class Digits(DataSet):
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
         """Load an image file as {image}: grey, 8x8. The file must show bright ink on a dark background."""
         picture = v2.functional.pil_to_tensor(open_or_explain(path).convert("L"))
-        return {"image": v2.functional.resize(picture, [8, 8], antialias=True)}
+        return {"image": v2.functional.resize(picture, [8, 8], v2.InterpolationMode.BICUBIC)}
 
 
 def read_rows() -> np.ndarray:

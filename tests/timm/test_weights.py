@@ -89,9 +89,10 @@ def test_a_trained_run_in_timm(tmp_path, capsys):
 
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     assert here("convert", tmp_path / "weights.pth", recipe, tmp_path / "back") == 0
+    out = capsys.readouterr().out
+    assert "preset" not in out and "taken from the recipe: " in out and "model.attention.direction=both" in out
     held, back = (state_of(folder, "best")["model"] for folder in (run, tmp_path / "back"))
     assert held.keys() == back.keys() and all(torch.equal(back[n], held[n]) for n in held)
-    assert "preset" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["vit_lion_lit_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"])

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tests.helpers import here, refuse
-from tools.bench.sequence import GPUS, Layer, estimates
+from tools.bench.sequence import GPUS, SETTING, Layer, estimates, markdown
+from tools.store import Store, stamp
 
 
 def test_arithmetic(capsys):
@@ -21,6 +22,15 @@ def test_arithmetic(capsys):
     out = capsys.readouterr().out
     assert "one row of 1,048,576 tokens" in out and "1,024" in out and "MiB" not in out
     assert "--mixer: expected one of" in refuse(capsys, "bench", "sequence", "--mixer", "softmax")
+
+
+def test_every_dimension_has_its_arithmetic(tmp_path):
+    store = Store(tmp_path / "sequence.json", rows=(*SETTING, "length", "processes"))
+    measured = {"bytes": 2**20, "received": 0, **stamp("./run.sh bench sequence")}
+    for dim in (64, 32):
+        store.add({"mixer": "lion_s", "heads": 1, "dim": dim, "length": 64, "processes": 1, **measured})
+    text = markdown(store)
+    assert all(f"12 x {dim}, forward, one row of 1,048,576 tokens" in text for dim in (32, 64))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -16,6 +17,7 @@ import transformers
 
 import lion
 from data.text.tokenizers import make_tokenizer
+from data.vision.digits import INFO, Digits
 from lion.config import ConfigError
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
@@ -114,6 +116,12 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
     ids = torch.arange(8).view(2, 4)
     torch.testing.assert_close(model(ids).logits, lion.load(recipe.folder, compile=False)(ids))
     same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
+    if classes:  # as after fine-tuning on two other classes
+        names = {"id2label": {0: "new", 1: "old"}, "label2id": {"new": 0, "old": 1}, "num_labels": 2}
+        tuned = type(model).from_pretrained(tmp_path / "out", ignore_mismatched_sizes=True, **names)
+        tuned.save_pretrained(tmp_path / "tuned")
+        shutil.copy(tmp_path / "out" / "recipe.yaml", tmp_path / "tuned")
+        assert open_run(back(tmp_path / "tuned", tmp_path / "other")).task.info.classes == ("new", "old")
     for name in ("recipe.yaml", "README.md", "config.json"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
     assert "Not evaluated." in (tmp_path / "out" / "README.md").read_text()
@@ -190,6 +198,12 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
         assert f"\n{form} " in card, form
     Image.fromarray(pixels).convert("RGB").save(out / "image.png")
     torch.testing.assert_close(run_card(out)["logits"], wanted)
+    large = Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 50).convert("L")
+    large.save(out / "image.png")
+    read = Digits.load(None, str(out / "image.png"), INFO)["image"]
+    resized = transformers.AutoImageProcessor.from_pretrained(out)(large, return_tensors="pt").pixel_values[0]
+    mean, std = (torch.tensor(t)[:, None, None] for t in (INFO.mean, INFO.std))
+    torch.testing.assert_close(resized, (read / 255 - mean) / std, atol=0.02, rtol=0)
     assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
 
 

@@ -12,6 +12,7 @@ from lion.config import ConfigError
 from lion.runs import open_run
 from lion.samples.seeds import derive
 from tests.helpers import here, refuse, tiny_recipe
+from tools import lengths
 from tools.lengths import HeldOut, Windows
 
 TEXT = "the cat sat on the mat. the dog sat on the log. a hat, a bat; what of that?\n" * 60
@@ -138,6 +139,14 @@ def test_the_deviation_is_from_the_first_form_of_a_mixer_without_the_full_form(t
     rows = rows_of(tmp_path)
     assert [(row["length"], row["form"]) for row in rows] == [(n, form) for n in (16, 32) for form in ("chunk", "rnn")]
     assert all(row["deviation"] <= (0 if row["form"] == "chunk" else 1e-4) for row in rows)
+
+
+def test_one_form_of_long_text_is_not_compared_with_the_full_form(runs, monkeypatch):
+    measured, measure = [], lengths.measure
+    monkeypatch.setattr("lion.evaluation.forms.LONG", 20)
+    monkeypatch.setattr(lengths, "measure", lambda *args: measured.append(args[4]) or measure(*args))
+    assert here("eval", runs["causal_lm", "lion_s"], "--lengths", "16,32", "--form", "rnn", "--chunk-size", "8") == 0
+    assert measured == [[("full", None), ("rnn", 8)], [("chunk", 8), ("rnn", 8)]]
 
 
 def test_lengths_are_of_text(tmp_path, capsys):

@@ -13,6 +13,7 @@ Results are added to `sequence.md` and `sequence.json` in runs/bench, or in the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import tempfile
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
             made = {"mixer": args.mixer, "heads": args.heads, "dim": args.dim, "length": length, "processes": n}
             report.add({**made, **measure(length, n, args.mixer, layer), **stamp(command)})
             with report.alone():
-                report.save(markdown(report, arithmetic))
+                report.save(markdown(report))
             say(f"measured {length:,} tokens in {n} processes")
     print("\n\n".join([*(f"{title(rows[0])}\n{table(*tabled(rows))}" for rows in report.groups(SETTING)), arithmetic]))
     print(report.files())
@@ -177,10 +178,10 @@ def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     return ["tokens", "processes", "MiB", "x one process", "KB received", "by formula"], cells
 
 
-def estimated(dim: int) -> str:
-    """Return the tables of `estimates` for a layer of 12 heads as text."""
+def estimated(*dims: int) -> str:
+    """Return the tables of `estimates` for layers of 12 heads of these dimensions as text."""
     header, parts = ["GPUs", "MB sent", "exchange ms", "its work ms", "ring's exchange ms", "softmax's work ms"], []
-    for length in (2**20, 2**24):
+    for dim, length in itertools.product(dims, (2**20, 2**24)):
         rows = [
             [
                 f"{row['gpus']:,}",
@@ -194,8 +195,10 @@ def estimated(dim: int) -> str:
     return "\n\n".join([*parts, ASSUMED])
 
 
-def markdown(report: Store, arithmetic: str) -> str:
+def markdown(report: Store) -> str:
     parts = ["# Rows split over processes", "Written by `./run.sh bench sequence`.", __doc__.split("\n\n")[2].strip()]
+    dims = set()
     for rows in report.groups(SETTING):
+        dims.add(rows[0]["dim"])
         parts += [f"## {title(rows[0])}", pipes(*tabled(rows)), report.commands(rows)]
-    return "\n\n".join([*parts, "## On many GPUs", f"```text\n{arithmetic}\n```"]) + "\n"
+    return "\n\n".join([*parts, "## On many GPUs", f"```text\n{estimated(*sorted(dims))}\n```"]) + "\n"

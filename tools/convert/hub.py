@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -51,7 +52,13 @@ class HubConverter(Converter):
         return flatten({"model": held.said["model"]})
 
     def info(self, recipe: Recipe) -> Info:
-        return TASKS[recipe.task.name].Info.from_dict(self.held.said["data"]["info"])
+        """Return the facts about the data; the classes are those of `id2label`, which fine-tuning may have changed."""
+        info = TASKS[recipe.task.name].Info.from_dict(self.held.said["data"]["info"])
+        names = {int(i): str(name) for i, name in (self.held.said.get("id2label") or {}).items()}
+        named = getattr(info, "classes", ())  # a number for the Long Range Arena, none where numbers are predicted
+        if not named or not names or not isinstance(named, tuple):
+            return info
+        return replace(info, classes=tuple(names[i] for i in sorted(names)))
 
     def settings(
         self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info

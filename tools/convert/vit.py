@@ -41,6 +41,7 @@ NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W 
 NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # number of axes
 OPTIONAL = "cls_token"
 OWN = "vit_lion_"  # the names of its models
+ATTENTION = ("direction", "feature_map", "normalize", "decay_convention", "decay_temperature", "rotation")
 ORDER_S = ("row_snake", "column_snake")  # scans of a_i and a2_i
 MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the authors' --mask_type
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # by the size in the names of their models and of DeiT's models
@@ -55,6 +56,7 @@ class ViTConverter(Converter):
     """
 
     trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
+    of_own = ("model.mlp", "model.norm_eps", *(f"model.attention.{name}" for name in ATTENTION))  # of `lion.timm`
 
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         theirs, ours = held.weights, {}
@@ -77,7 +79,10 @@ class ViTConverter(Converter):
 
         A file of plain Lion-lit weights may also come from `lion.timm`; it then needs `model.preset=paper`.
         """
-        return {} if is_own(held) else {"model.preset": "released"}
+        if not is_own(held):
+            return {"model.preset": "released"}
+        self.trusted = (*self.trusted, *self.of_own)
+        return {}
 
     def settings(
         self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo

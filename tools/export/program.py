@@ -109,8 +109,8 @@ class Program:
             for port, mask in zip(self.inputs, inputs):
                 if port.name == "mask" and apart.dim() == 3:
                     apart = apart[mask]  # the outputs at padding have no meaning
-            found.append(apart.max().item())
-        return max(found)
+            found.append(apart.max())
+        return torch.stack(found).max().item()  # NaN, if there is one
 
 
 def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -> Program:

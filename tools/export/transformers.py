@@ -29,11 +29,13 @@ def classic(run: LoadedRun) -> bool:
     converter = CONVERTERS.get(run.recipe.model.name)
     if converter is None or not issubclass(converter, LanguageConverter):
         return False
+    if run.model.config.mlp not in converter.format.activations.values():
+        return False
     try:
         converter().restored(run.model)
     except ConfigError:
         return False
-    return run.model.config.mlp in converter.format.activations.values()
+    return True
 
 
 ROLES = {  # names of special tokens in transformers
