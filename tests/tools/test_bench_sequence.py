@@ -6,7 +6,8 @@ import pytest
 
 from tests.helpers import here, refuse
 from tools.bench.sequence import GPUS, SETTING, Layer, estimates, markdown
-from tools.store import Store, stamp
+from tools.probe import stamp
+from tools.store import Store
 
 
 def test_arithmetic(capsys):
