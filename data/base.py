@@ -72,6 +72,10 @@ class DataSet(ABC):
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    def chosen(self) -> str:
+        """Return a line about what the data set found in its files where the recipe leaves it open; empty: nothing."""
+        return ""
+
     def prepare(self) -> None:  # noqa: B027
         """Create, once for all runs, the files that `build` opens (token files, generated samples).
 

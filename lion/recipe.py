@@ -183,6 +183,8 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
         where = f"{seen[-1]}: extends: relative paths start at its folder; " if seen else ""
         raise ConfigError(f"{where}{path}: no such file{near and f', {near}'}") from None
     except (OSError, ValueError) as error:
+        if (path / "recipe.yaml").is_file():
+            raise ConfigError(f"{path}: a run, whose recipe is {path}/recipe.yaml") from None
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if place in seen:
         raise ConfigError(f"{path}: extends itself")

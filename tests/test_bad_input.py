@@ -168,6 +168,11 @@ def test_a_base_is_not_a_recipe(capsys):
 
 def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/own").mkdir(parents=True)
+    (tmp_path / "runs/own/recipe.yaml").write_text("")
+    assert "'own' is a run: ./run.sh runs/own/recipe.yaml trains it to its end" in refuse(capsys, "own")
+    assert "runs/own: a run, whose recipe is runs/own/recipe.yaml" in refuse(capsys, "runs/own")
+    shutil.rmtree(tmp_path / "runs")
     assert "unknown command 'evaluate', did you mean" in refuse(capsys, "evaluate")
     assert "no such file, did you mean" in refuse(capsys, "train", tiny_recipe(tmp_path).with_name("tinny.yaml"))
     (tmp_path / "latin.yaml").write_bytes(b"\xe9")

@@ -1,6 +1,6 @@
 """Markdown files: their code runs, and links, commands and tables are correct."""
 
-import importlib
+import importlib.util
 import json
 import re
 import sys
@@ -61,6 +61,9 @@ def test_a_recipe_imports_the_mixer_of_the_readme(tmp_path, monkeypatch, capsys)
         run = tmp_path / "runs" / "tiny"
         assert here("eval", run, "--form", "rnn") == 0
         assert lion.load(run, compile=False).config.mixer == "half_life"
+        if importlib.util.find_spec("transformers"):
+            assert here("export", run, tmp_path / "hub") == 0
+            assert "\nimport my_mixers  # registers" in (tmp_path / "hub" / "README.md").read_text()
     finally:
         for table, key in ((MIXERS, "half_life"), (LINEAR, "half_life"), (sys.modules, "my_mixers")):
             table.pop(key, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 from tools.commands import COMMANDS, help_for, parse_command, unknown_option
 
@@ -28,6 +29,8 @@ def main(argv: list[str]) -> int:
     if name in recipes:
         name, rest = "train", argv
     if name not in COMMANDS:
+        if (run := stopped_run(name)) is not None:
+            raise ConfigError(f"{name!r} is a run: ./run.sh {run} trains it to its end")
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if (unknown := unknown_option(name, rest)) is not None:
@@ -38,6 +41,12 @@ def main(argv: list[str]) -> int:
         recipe_path(rest[0])
     module, _, function = COMMANDS[name].where.partition(":")
     return getattr(importlib.import_module(module), function or "main")(rest)
+
+
+def stopped_run(name: str) -> Path | None:
+    """Return the recipe of a run, given by its folder or by its name under runs/; None if there is no such run."""
+    found = (folder / "recipe.yaml" for folder in (Path(name), Path("runs", name)))
+    return next((path for path in found if path.is_file()), None)
 
 
 if __name__ == "__main__":

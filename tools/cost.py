@@ -11,7 +11,7 @@ from lion.tasks.base import to_device
 from lion.trainer.memory import free_bytes
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
-from lion.trainer.runtime import Runtime, start_runtime
+from lion.trainer.runtime import Runtime, slow_precision, start_runtime
 from tools.probe import best
 from tools.store import digits
 
@@ -59,6 +59,8 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
     where = "1 GPU" if runtime.device.type == "cuda" else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
     parts = f"{duration_text(sample)} per sample, {duration_text(update)} per update, measured now"
     how = f"{where}, eager: {parts}; without compilation and evaluation"
+    if hint := slow_precision(recipe.trainer.precision, runtime.device):
+        how += f"; {hint}"
     if plan.total is None:
         steps = plan.seconds / (sample * batch + update)
         return f"as specified; about {steps:,.0f} steps fit here ({how})"

@@ -10,6 +10,7 @@ named on stderr; the others are still predicted, and the exit code is 2.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> int:
     loaded.task.check_prediction()
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe, loaded.folder)
+    if "file" not in source.asks and (path := next((word for word in args.files if Path(word).is_file()), None)):
+        raise ConfigError(f'predict: {path} is a file; this run expects {" and ".join(source.asks)}: "$(cat {path})"')
     asked, files, read = grouped(args.files, source.asks), [], []
     for paths in asked:
         try:

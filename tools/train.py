@@ -49,6 +49,7 @@ from lion.trainer.runtime import (
     gathered,
     join_processes,
     seed_everything,
+    slow_precision,
     start_runtime,
     together,
 )
@@ -56,7 +57,7 @@ from lion.trainer.state import RunState
 from tools import evaluate
 from tools.agreement import check_agreement, check_data_agreement
 from tools.checks import check_checkpoint, check_form, check_settings
-from tools.cli import Parser, count, run_command
+from tools.cli import Parser, count, run_command, say
 from tools.commands import as_called
 from tools.compose import (
     build_data,
@@ -211,6 +212,10 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
             f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
+        if chosen := source.chosen():
+            print(chosen)
+        if hint := slow_precision(recipe.trainer.precision, runtime.device):
+            say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
 

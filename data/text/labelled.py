@@ -94,6 +94,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             return None
         return self.described(self.classes), len(self.rows["train"])
 
+    def chosen(self) -> str:
+        return f"texts: {', '.join(self.columns)}; label: {self.label_column}"
+
     @property
     def asks(self) -> tuple[str, ...]:
         return self.kept_columns or self.columns
@@ -195,9 +198,10 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         for names in TEXTS:
             if all(isinstance(row.get(name), str) for name in names):
                 return names
-        texts = [name for name, value in row.items() if isinstance(value, str) and name != self.label_column]
+        others = [name for name in row if name != self.label_column]
+        texts = [name for name in others if isinstance(row[name], str)]
         if len(texts) != 1:
-            raise ConfigError(f"data.text_columns: must be set to one or two of {', '.join(row)}")
+            raise ConfigError(f"data.text_columns: must be set to one or two of {', '.join(others)}")
         return (texts[0],)
 
     @functools.cached_property
@@ -211,21 +215,25 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         return found
 
     @functools.cached_property
+    def labelled(self) -> list[Row]:
+        """The rows whose labels are known in training."""
+        return [*self.rows["train"], *(() if "val" in self.places else self.rows["val"])]
+
+    @functools.cached_property
     def labels(self) -> list[Any]:
         """The labels of all training rows, as they were read.
 
         Raises:
             ConfigError: There is no such column, or it holds the text.
         """
-        every = [*self.rows["train"], *(() if "val" in self.places else self.rows["val"])]
-        _, first = every[0]
+        _, first = self.labelled[0]
         if self.label_column not in first:
             raise ConfigError(
                 f"data.label_column: no column {self.label_column!r}, {nearest(self.label_column, first)}"
             )
         if self.label_column in self.columns:
             raise ConfigError(f"data.label_column: {self.label_column!r} is the text, expected the column of the label")
-        return [row.get(self.label_column) for _, row in every]
+        return [row.get(self.label_column) for _, row in self.labelled]
 
     @functools.cached_property
     def numeric(self) -> bool:
@@ -257,8 +265,10 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             ConfigError: Labels that are neither classes nor numbers.
         """
         values = [self.typed(label) for label in self.labels]
-        if odd := [value for value in values if not isinstance(value, (str, int, float)) or value == ""]:
-            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}, expected classes or numbers")
+        for (where, _), value in zip(self.labelled, values):
+            if not isinstance(value, (str, int, float)) or value == "":
+                found = f"{self.label_column!r} holds {value!r}, expected classes or numbers"
+                raise ConfigError(f"{where}: data.label_column: {found}")
         labels = set(values)
         if any(isinstance(label, float) and not label.is_integer() for label in labels):
             return {}

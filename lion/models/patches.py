@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,6 +39,8 @@ def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
     """
     for side, size, patch in zip(("height", "width"), image_size, patch_size):
         if size % patch:
-            near = nearest_divisor(patch, size)
+            near = str(nearest_divisor(patch, math.gcd(*image_size)))
+            if image_size[0] != image_size[1]:
+                near += f", or {[nearest_divisor(*pair) for pair in zip(patch_size, image_size)]} (height, width)"
             raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
     return tuple(size // patch for size, patch in zip(image_size, patch_size))

@@ -110,6 +110,16 @@ class Runtime:
 MATMUL = ("highest", "high", "medium")
 
 
+def slow_precision(precision: str, device: torch.device) -> str | None:
+    """Return a hint if the device only emulates the precision; None if it does not, or if that is not known."""
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if precision != "bf16" or device.type != "cpu" or known.get("architecture") != "x86_64":
+        return None
+    if known.get("avx512_bf16") or known.get("amx_bf16"):
+        return None
+    return "this CPU emulates bf16, which is several times slower than float32: trainer.precision=fp32"
+
+
 def start_runtime(
     device: str = "auto", *, deterministic: bool = False, matmul: str = "highest", sequence: int = 1
 ) -> Runtime:

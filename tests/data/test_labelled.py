@@ -99,7 +99,9 @@ def test_what_is_refused_is_named(tmp_path):
     assert "no column 'labl', did you mean 'label'" in refusal(file, label_column="labl")
     other = write(tmp_path / "other.csv", [{"a": "x", "b": "y", "c": f"z{i % 2}"} for i in range(9)])
     assert "data.label_column: must be set to one of a, b, c" in refusal(other)
-    assert "data.text_columns: must be set to one or two of a, b, c" in refusal(other, label_column="c")
+    assert refusal(other, label_column="c").endswith("data.text_columns: must be set to one or two of a, b")
+    holes = write(tmp_path / "holes.csv", [{"text": "x", "label": "yes" if i != 4 else ""} for i in range(9)])
+    assert "row 5: data.label_column: 'label' holds '', expected classes or numbers" in refusal(holes)
     assert "has 1 different labels, expected 2 to 1,000" in refusal(other, label_column="b", text_columns=["a"])
     many = write(tmp_path / "many.csv", [{"text": "x", "label": f"l{i}"} for i in range(1001)])
     assert "has 1,001 different labels" in refusal(many)
@@ -170,7 +172,13 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     done = command("predict", str(tmp_path / "own"), "good word7", *["x"] * pairs)
     assert done.returncode == 0, done.stderr
     assert "yes" in done.stdout and "no" in done.stdout and ("hypothesis" in done.stdout) == pairs
-    capsys.readouterr()
+    columns = "premise, hypothesis" if pairs else "text"
+    assert f"texts: {columns}; label: label" in capsys.readouterr().out
+    words = ["good word7", "x"][: 1 + pairs]
+    (tmp_path / "review.txt").write_text("good")
+    assert "review.txt is a file; this run expects" in refuse(
+        capsys, "predict", tmp_path / "own", tmp_path / "review.txt", *words[1:]
+    )
     if pairs:
         line = refuse(capsys, "predict", tmp_path / "own", "good word7")
         assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in line
@@ -216,6 +224,9 @@ def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
         labelled(file).build()
     file.write_text('text,label\n"never closed,pos\n')
     with pytest.raises(ConfigError, match=r"own.csv: not a table of text in UTF-8 .unexpected end of data"):
+        labelled(file).build()
+    file.write_text("text;label\na;b\n")
+    with pytest.raises(ConfigError, match=r"own.csv: columns are separated by ';', expected commas"):
         labelled(file).build()
     file.write_text("text,text\na,b\n")
     with pytest.raises(ConfigError, match="two columns have one name in the header: text, text"):

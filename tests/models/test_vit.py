@@ -174,6 +174,10 @@ def test_other_images_are_refused(images):
 def test_patches_must_fit():
     with pytest.raises(ValueError, match=r"model\.patch_size: 3 does not divide image height 8, nearest: 2"):
         vit(patch_size=3)
+    with pytest.raises(
+        ValueError, match=r"12 does not divide image height 50, nearest: 2, or \[10, 12\] \(height, width"
+    ):
+        vit(size=(50, 96), patch_size=12)
     with pytest.raises(ValueError, match="num_heads 5 does not divide dim 12, nearest: 4"):
         ViTConfig("lion_s", 12, 1, 5)
 

@@ -124,7 +124,11 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
         assert open_run(back(tmp_path / "tuned", tmp_path / "other")).task.info.classes == ("new", "old")
     for name in ("recipe.yaml", "README.md", "config.json"):
         assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
-    assert "Not evaluated." in (tmp_path / "out" / "README.md").read_text()
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Not evaluated." in text and '("A sentence."' in text
+    (recipe.folder / "columns.json").write_text('["premise", "hypothesis"]')  # as a run on pairs keeps them
+    assert here("export", recipe.folder, tmp_path / "pairs") == 0
+    assert '("A first sentence.", "A second one."' in (tmp_path / "pairs" / "README.md").read_text()
 
 
 SEQUENCES = {  # Auto class, recipe, metadata of the data, and changes of the recipe

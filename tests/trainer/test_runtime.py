@@ -60,6 +60,19 @@ def test_an_absent_device_is_a_clear_line():
             start_runtime(device)
 
 
+def test_a_cpu_that_emulates_bf16_is_named(monkeypatch):
+    flags, cpu = {"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, torch.device("cpu")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags, raising=False)
+    assert "this CPU emulates bf16" in runtime.slow_precision("bf16", cpu)
+    assert runtime.slow_precision("fp32", cpu) is None
+    assert runtime.slow_precision("bf16", torch.device("cuda")) is None
+    for known in ({"avx512_bf16": True}, {"amx_bf16": True}, {"architecture": "aarch64"}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: flags | known)
+        assert runtime.slow_precision("bf16", cpu) is None
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert runtime.slow_precision("bf16", cpu) is None  # of another torch
+
+
 def test_every_process_uses_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

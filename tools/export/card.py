@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from data.text.labelled import COLUMNS
 from lion.config import ConfigError
 from lion.distribution import NAME
 from lion.recipe import Recipe
@@ -64,12 +65,14 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
         *environment(run.folder),
     ]
     rows = "\n".join(f"| {key} | {text} |" for key, text in facts)
+    imports = "".join(f"import {module}  # registers the mixer or the task\n" for module in recipe.imports)
+    code = usage(auto, task, grey, run.folder) if read else usage_of_ids(auto, run)
     return f"""---
 {yaml.safe_dump(head, sort_keys=False)}---
 
 # {name}
 
-A model for {task} with the mixer `{c.mixer}` of the package `{NAME}`.
+A model for {task} with the mixer `{c.mixer}`, for the package `{NAME}`.
 
 ## Use
 
@@ -78,7 +81,7 @@ pip install '{NAME}[transformers]'  # or, in a clone of the package: pip install
 ```
 
 ```python
-{usage(auto, task, grey) if read else usage_of_ids(auto, run)}```
+{imports}{code}```
 
 `import lion; lion.set_form(model, "rnn")` sets the form: `full`, `chunk` or `rnn`. The logits agree up to rounding.
 
@@ -99,9 +102,11 @@ The code is under the MIT licence. The licence of the training data may restrict
 """
 
 
-def usage(auto: str, task: str, grey: bool) -> str:
-    """Return the lines of Python that load and call a model."""
+def usage(auto: str, task: str, grey: bool, folder: Path) -> str:
+    """Return the lines of Python that load and call the model of a run."""
     prepare, example = PREPARE[task]
+    if task == "text-classification" and len(read_json(folder / COLUMNS)) == 2:
+        example = '"A first sentence.", "A second one."'
     reads = "from PIL import Image\n" if task == "image-classification" else ""
     example = example.format(mode="L" if grey else "RGB")
     call = "ids = model.generate(**inputs, max_new_tokens=20)"
