@@ -1,5 +1,7 @@
 """Invalid user input: one clear line, exit code 2, and no partial output."""
 
+import shutil
+
 import pytest
 import yaml
 from PIL import Image
