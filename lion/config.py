@@ -43,14 +43,16 @@ def setting(
     above: float | None = None,
     choices: typing.Iterable[str] | None = None,
     free: bool | str = False,
+    hint: str = "",
 ) -> Any:
     """Define a dataclass field with a range (`min`, `max` inclusive, `above` exclusive), `choices`, or `free`.
 
-    A `free` field may change when a run is resumed; if it is "rounding", results are then rounded differently.
+    A `free` field may change when a run is resumed; if it is "rounding", results are then rounded differently. `hint`
+    ends the error for a value that is not one of `choices`.
     """
     if choices is not None and not isinstance(choices, Mapping):  # a table keeps growing, as that of mixers
         choices = tuple(choices)
-    metadata = {"min": min, "max": max, "above": above, "choices": choices, "free": free}
+    metadata = {"min": min, "max": max, "above": above, "choices": choices, "free": free, "hint": hint}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -201,7 +203,8 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
     if value is None or not rule:
         return
     if rule["choices"] and value not in rule["choices"]:
-        raise ConfigError(f"{source(key)}: {key}: {value!r} is not a choice, {nearest(value, rule['choices'])}")
+        hint = f"{nearest(value, rule['choices'])}{rule['hint'] and '; '}{rule['hint']}"
+        raise ConfigError(f"{source(key)}: {key}: {value!r} is not a choice, {hint}")
     for bad, words in (
         (rule["min"] is not None and value < rule["min"], f"at least {rule['min']}"),
         (rule["max"] is not None and value > rule["max"], f"at most {rule['max']}"),

@@ -97,15 +97,14 @@ def measure(
             set_form(model, *form)
             shown.label(f"evaluating {form_label(*form)}", partial(measured.shown, task.metric, samples))
             if new:
-                once()  # compilation is not timed
-                peak = tensor_peak(once, runtime.device)
+                with shown.paused():  # compilation is not timed
+                    once()
+                    peak = tensor_peak(once, runtime.device)
                 measured.peak = peak if measured.peak is None else max(measured.peak, peak)
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
             shown.update()
-        if not samples:
-            shown.restart_clock()  # the first batch compiles
         samples += int(batch["mask"].sum())
         rows += len(batch["mask"])  # with the padding of the last batch, which takes the same time
     shown.close()

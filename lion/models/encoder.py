@@ -31,7 +31,7 @@ class EncoderConfig(ModelConfig):
     By convention, the position embedding of a model, of any kind, is on if nothing else encodes the order of tokens.
     """
 
-    mixer: str = setting(choices=MIXERS)
+    mixer: str = setting(choices=MIXERS, hint="a module with mixers is imported first (imports: [MODULE] in a recipe)")
     dim: int = setting(min=1, max=65_536)
     depth: int = setting(min=1, max=1_000)
     num_heads: int = setting(min=1)
