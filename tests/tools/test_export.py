@@ -335,6 +335,22 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.slow
+def test_programs_with_wrong_outputs_are_refused(folder, tmp_path, capsys, monkeypatch):
+    right = pt2.load
+
+    def wrong(change):
+        return lambda path: lambda *inputs: change(right(path)(*inputs))
+
+    for change, line in (
+        (lambda y: y + 7, "outputs of the program differ from those of the model by up to 7.0e+00, expected at most"),
+        (lambda y: y if len(y) == 1 else y * torch.nan, "not finite"),
+    ):
+        monkeypatch.setattr(pt2, "load", wrong(change))
+        assert line in refuse(capsys, "export", folder / "runs/text", tmp_path / "a.pt2", "--format", "pt2")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_every_format_is_documented():
     text = (ROOT / "tools/export/README.md").read_text()
     assert all(f"| `{name}`" in text for name in FORMATS)
