@@ -30,6 +30,7 @@ def mixer(name, direction, more=""):
     return open_subject(f"lion.layers.mixers:{kind.__name__}", init, causal=direction == "forward")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "direction"), DIRECTIONS, ids=str)
 def test_our_mixers_pass(name, direction):
     results = examine(mixer(name, direction), EAGER)
@@ -185,6 +186,7 @@ class MaskedAlone(Masked):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_attention_of_transformers(implementation):
     transformers = pytest.importorskip("transformers")

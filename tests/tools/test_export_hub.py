@@ -94,6 +94,7 @@ def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
     same_run(run, back(tmp_path / "tuned", tmp_path / "tuned_again"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [("no", "yes", "maybe"), ()])
 @torch.no_grad()
 def test_classifiers_keep_their_classes(classes, tmp_path):
@@ -169,6 +170,7 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
     assert found["inputs"].shape[1:] == inputs.shape[1:] and int(found["inputs"].max()) < (info.vocabulary or 256)
 
 
+@pytest.mark.slow
 def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "tiny")) == 0

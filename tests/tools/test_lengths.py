@@ -132,6 +132,7 @@ def test_accuracy_of_a_masked_model(runs, tmp_path):
         assert row["value"] == pytest.approx(right / asked) and asked > 10
 
 
+@pytest.mark.slow
 def test_the_deviation_is_from_the_first_form_of_a_mixer_without_the_full_form(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
     run = trained(tmp_path, "causal_lm", "vim")
@@ -141,6 +142,7 @@ def test_the_deviation_is_from_the_first_form_of_a_mixer_without_the_full_form(t
     assert all(row["deviation"] <= (0 if row["form"] == "chunk" else 1e-4) for row in rows)
 
 
+@pytest.mark.slow
 def test_one_form_of_long_text_is_not_compared_with_the_full_form(runs, monkeypatch):
     measured, measure = [], lengths.measure
     monkeypatch.setattr("lion.evaluation.forms.LONG", 20)
@@ -149,6 +151,7 @@ def test_one_form_of_long_text_is_not_compared_with_the_full_form(runs, monkeypa
     assert measured == [[("full", None), ("rnn", 8)], [("chunk", 8), ("rnn", 8)]]
 
 
+@pytest.mark.slow
 def test_lengths_are_of_text(tmp_path, capsys):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0

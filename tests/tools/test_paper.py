@@ -392,6 +392,7 @@ def test_the_page_says_how_its_runs_were_made(tmp_path):
     assert "read with `data.name=hf data.path=digits`" in text and "All runs so far took 0.017 core hours" in text
 
 
+@pytest.mark.slow
 def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
     """Draw a table by length and one by state, and remove the plot of a table whose runs are gone."""
     made = table(lengths=[32, 64])
@@ -632,6 +633,7 @@ def test_a_run_without_a_full_form_is_evaluated_in_its_first(tmp_path, monkeypat
         assert started[-1][:4] == ("train", recipe, "--form", form)
 
 
+@pytest.mark.slow
 def test_interruptions_do_not_count_as_training(tmp_path):
     assert here("train", tiny_recipe(tmp_path), "--form", "full") == 0
     run = load(str(tmp_path / "runs" / "tiny"))

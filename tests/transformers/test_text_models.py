@@ -180,6 +180,7 @@ def test_a_classifier_reads_the_last_token_before_padding_without_a_mask():
     torch.testing.assert_close(model(tokens, tokens != 0).logits, wanted)
 
 
+@pytest.mark.slow
 def test_missing_weights_and_buffers_are_those_of_a_new_model():
     """Start from no weights at all, as `from_pretrained` does on the meta device."""
     for kind, name in (*KINDS[2:], (LionForImageClassification, "vit")):
