@@ -126,7 +126,11 @@ class TrainedModels:
         set_model_state_dict(self.model, state["model"], options=options)
         if self.ema is not None:
             set_model_state_dict(self.ema, state["ema"], options=options)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        found = state["optimizer"]
+        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+        if [group["params"] for group in groups] != [group["params"] for group in found["param_groups"]]:
+            found = {**found, "param_groups": groups}  # an earlier version spared others from weight decay
+        set_optimizer_state_dict(self.model, self.optimizer, found, options=options)
 
 
 def is_sharded(tensors: dict[str, Tensor]) -> bool:

@@ -25,6 +25,7 @@ from lion.trainer.checkpoint_files import (
     write_manifest,
 )
 from lion.trainer.faults import RunError
+from lion.trainer.optim import Factors
 from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import state_of, tiny_recipe
@@ -64,6 +65,23 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
 
 
 @pytest.mark.slow
+def test_a_run_resumes_where_other_parameters_have_weight_decay(tmp_path, monkeypatch):
+    """Check a checkpoint of a version that grouped the parameters otherwise: the moments are kept."""
+    path = tiny_recipe(tmp_path, trainer={"steps": 24, "eval_every": 10})
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "lion.trainer.optim.factors", lambda model, _: {n: Factors(1, 1) for n, _ in model.named_parameters()}
+        )
+        before = train(path, tmp_path / "run", stop_at=11).checkpoints.learner.state()["optimizer"]
+    resumed = trainer(resolve(path), tmp_path / "run")
+    resumed.prepare()
+    after = resumed.checkpoints.learner.state()["optimizer"]
+    assert len(before["param_groups"]) == 1 and len(after["param_groups"]) == 2
+    assert not differing(before["state"], after["state"])
+    resumed.fit()
+    assert resumed.state.step == 24
+
+
 def test_workers_may_change_at_every_stop(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 14})
     straight = train(path, tmp_path / "a")
