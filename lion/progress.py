@@ -21,6 +21,8 @@ class Progress(tqdm):
         """Exclude the time spent inside (compilation, evaluation, saving) from the rate and the remaining time."""
         began = time.time()
         yield
+        if self.disable:  # such a bar has no clock
+            return
         lost = time.time() - began
         self.start_t += lost
         self.last_print_t += lost

@@ -30,6 +30,8 @@ def test_compilation_and_pauses_are_no_part_of_the_rate(monkeypatch, capsys):
     bar.close()
     assert tqdm.format_meter(**shown).count("<00:14") == 1  # seven steps of two seconds are left
     assert capsys.readouterr().err == "", "work of a few seconds leaves no line in a file"
+    with progress(total=3, disable=True).paused():  # in processes of other ranks
+        pass
 
 
 def test_a_run_of_a_time_shows_its_steps_and_the_time_left(tmp_path, capsys, monkeypatch):
