@@ -28,12 +28,9 @@ def table_rows(path: Path) -> Iterator[dict[str, str]]:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise ConfigError(f"{path}: two columns have one name in the header: {', '.join(header)}")
-            if (
-                path.suffix == ".csv"
-                and len(header) == 1
-                and (mark := next((m for m in ";\t" if m in header[0]), None))
-            ):
-                raise ConfigError(f"{path}: columns are separated by {mark!r}, expected commas (in a .tsv: tabs)")
+            other = re.search("[;\t]", header[0]) if path.suffix == ".csv" and len(header) == 1 else None
+            if other:
+                raise ConfigError(f"{path}: columns are separated by {other[0]!r}, expected commas (in a .tsv: tabs)")
             for cells in reader:
                 if cells and len(cells) != len(header):
                     quotes = "; a text with commas needs quotes" if path.suffix == ".csv" else ""

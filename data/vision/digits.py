@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from data.base import DataConfig, DataSet
-from data.vision.images import open_or_explain
+from data.vision.images import BICUBIC, open_or_explain
 from data.vision.sources import Images, split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
@@ -51,7 +51,7 @@ class Digits(DataSet):
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
         """Load an image file as {image}: grey, 8x8. The file must show bright ink on a dark background."""
         picture = v2.functional.pil_to_tensor(open_or_explain(path).convert("L"))
-        return {"image": v2.functional.resize(picture, [8, 8], v2.InterpolationMode.BICUBIC)}
+        return {"image": v2.functional.resize(picture, [8, 8], BICUBIC)}
 
 
 def read_rows() -> np.ndarray:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.ops import no_autocast
 from lion.ops.tokens import flip
 
@@ -249,7 +249,7 @@ class TokenShift(Shift):
     def __init__(self, channels: int, outputs: int, direction: str = "forward") -> None:
         super().__init__(channels, direction)
         self.mix = nn.Parameter(torch.full((outputs, channels), 0.5))
-        self.optim_factors = {"mix": OptimFactors(weight_decay=0)}
+        self.optim_factors = undecayed("mix")
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
         other = self.other(x, row)
@@ -271,7 +271,7 @@ class AdaptiveTokenShift(TokenShift):
         self.first = nn.Parameter(torch.full((channels,), 0.5))
         self.down = nn.Parameter(torch.zeros(channels, outputs, rank))
         self.up = nn.Parameter(torch.empty(outputs, rank, channels).uniform_(-0.01, 0.01))
-        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("mix", "first", "down", "up")}
+        self.optim_factors = undecayed("mix", "first", "down", "up")
 
     def weights(self, x: Tensor, other: Tensor) -> Tensor:
         low = torch.einsum("blc,cmr->blmr", torch.lerp(x, other, self.first.to(x.dtype)), self.down.to(x.dtype))

@@ -19,6 +19,11 @@ class OptimFactors(NamedTuple):
     weight_decay: float = 1.0
 
 
+def undecayed(*names: str) -> dict[str, OptimFactors]:
+    """Return the factors of parameters without weight decay, by their names in a module."""
+    return dict.fromkeys(names, OptimFactors(weight_decay=0))
+
+
 def optim_factors(model: nn.Module) -> dict[str, OptimFactors]:
     """Return the factors that the modules of a model set, by full name of the parameter.
 

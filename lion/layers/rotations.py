@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.ops import rope_frequencies, rotary_angles
 
 
@@ -105,7 +105,7 @@ class LearnedLrpe(Lrpe):
     def __init__(self, num_heads: int, head_dim: int) -> None:
         super().__init__(num_heads, head_dim)
         self.log_scale = nn.Parameter(torch.zeros(num_heads, head_dim // 2))
-        self.optim_factors = {"log_scale": OptimFactors(weight_decay=0)}
+        self.optim_factors = undecayed("log_scale")
 
     def frequencies(self, axes: int, device: torch.device) -> Tensor:
         """Return frequencies (H, axes, D/2)."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.layers.shares import by_heads, check_share
 from lion.ops import no_autocast
 from lion.ops.modes import holds
@@ -54,7 +54,7 @@ class TPE(nn.Module):
         self.weight = nn.Parameter(torch.zeros_like(forgets))
         nn.init.constant_(self.weight[..., 0], 1 / (axes * MOST))
         self.decay = nn.Parameter(-torch.logit(forgets))
-        self.optim_factors = dict.fromkeys(("weight", "decay"), OptimFactors(weight_decay=0))
+        self.optim_factors = undecayed("weight", "decay")
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """Sum tokens x (B, L, dim) along the axes of `layout`.

@@ -14,7 +14,7 @@ from lion.config import setting
 from lion.layers.constants import grid_constants
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import SOFTMAX
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.models.base import ImageClassifier
 from lion.models.encoder import Encoder
 from lion.models.init import INITS
@@ -99,7 +99,7 @@ class ViT(ImageClassifier):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
-        self.optim_factors = {name: OptimFactors(weight_decay=0) for name in ("cls", "distill", "position")}
+        self.optim_factors = undecayed("cls", "distill", "position")
         self.config = c = config.resolved()
         self.patches = height, width = grid_of(image_size, c.patch_size)
         special = int(c.cls) + int(c.distilled)

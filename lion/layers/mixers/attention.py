@@ -26,7 +26,7 @@ from lion.layers.mixers.parts import (
     make_gate,
 )
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
@@ -212,7 +212,7 @@ class Attention(Mixer):
         self.qk_norm = nn.ModuleList(norm(num_heads, self.head_dim) for _ in range(2)) if norm else None
         self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
         self.bonus = nn.Parameter(torch.zeros(num_heads, self.head_dim)) if c.bonus else None
-        self.optim_factors = {"bonus": OptimFactors(weight_decay=0)}
+        self.optim_factors = undecayed("bonus")
         self.head_norm = None
         if c.head_norm != NO_PART:
             self.head_norm = HEAD_NORMS[c.head_norm](num_heads, self.value_dim, self.head_eps)

@@ -19,7 +19,7 @@ from lion.layers.mixers.decay import Decay, Gating, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import RWKV_EPS, DiscreteDecay, inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.ops import Gates, no_autocast
 
 
@@ -167,8 +167,7 @@ class GeneralizedDeltaRule(Decay):
         self.w_down, self.w_up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)
         self.a_down, self.a_up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=False)
         self.k_k, self.k_a = nn.Parameter(torch.full((dim,), 0.85)), nn.Parameter(torch.ones(dim))
-        low_rank = ("w_down", "w_up", "a_down", "a_up")  # as in the released code
-        self.optim_factors = {f"{name}.weight": OptimFactors(weight_decay=0) for name in low_rank}
+        self.optim_factors = undecayed("w_down.weight", "w_up.weight", "a_down.weight", "a_up.weight")
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.w_up, torch.tanh(linear(self.w_down, x[..., : self.dim])))

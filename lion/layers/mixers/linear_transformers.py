@@ -16,7 +16,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold, linear
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.ops import Gates
 
 RWKV_EPS = 64e-5  # of the group norm in the released code: 1e-5 times the square of a divisor, which is 8
@@ -108,7 +108,7 @@ class ReceptanceDecay(Decay):
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, dim, bias=False)
         self.u = nn.Parameter(1 - ratio)
-        self.optim_factors = {f"{name}.weight": OptimFactors(weight_decay=0) for name in ("down", "up")}
+        self.optim_factors = undecayed("down.weight", "up.weight")
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         w = self.w.to(x.dtype) + linear(self.up, torch.tanh(linear(self.down, x)))

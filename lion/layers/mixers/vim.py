@@ -27,7 +27,7 @@ from lion.layers.mixers.decay import is_plain, linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
-from lion.layers.optim_factors import OptimFactors
+from lion.layers.optim_factors import undecayed
 from lion.ops import Part, no_autocast
 from lion.ops.decay import scan_directions
 from lion.ops.modes import transforms_active
@@ -97,7 +97,7 @@ class Side(nn.Module):
         rates = torch.arange(1, state + 1, dtype=torch.get_default_dtype())
         self.a = nn.Parameter(rates.log().repeat(channels, 1))
         self.skip = nn.Parameter(torch.ones(channels))
-        self.optim_factors = {"a": OptimFactors(weight_decay=0)}
+        self.optim_factors = undecayed("a")
 
     def selection(self, v: Tensor, layout: Layout) -> Selection:
         """Return the arguments of the scan over channels v (B, L, E)."""
