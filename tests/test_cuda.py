@@ -26,15 +26,19 @@ ROUNDED = {
     "bfloat16": 5e-2,
 }  # errors of outputs, relative to the largest; of gradients 5 times as much
 COMPILED = [  # a layer for each kind of operator
-    *((name, form) for name in ("lion_s", "lion_d", "gla", "gated_deltanet", "lightnet") for form in ("full", "chunk")),
     *(
-        ("lion_lit", "full"),
-        ("kda", "chunk"),
-        ("vim", "chunk"),
-        ("hydra", "full"),
-        ("fox", "full"),
-        ("softmax", "full"),
+        (name, form, "both")
+        for name in ("lion_s", "lion_d", "gla", "gated_deltanet", "lightnet")
+        for form in ("full", "chunk")
     ),
+    ("lion_lit", "full", "both"),
+    ("kda", "chunk", "both"),
+    ("vim", "chunk", "both"),
+    ("hydra", "full", "both"),
+    ("fox", "full", "both"),
+    ("softmax", "full", "both"),
+    ("gla", "chunk", "forward"),
+    ("lion_s_vector", "full", "backward"),
 ]
 
 
@@ -107,10 +111,10 @@ def test_padding_and_packed_documents(name):
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", ROUNDED)
-@pytest.mark.parametrize(("name", "form"), COMPILED)
-def test_compiled_layers(name, form, dtype):
+@pytest.mark.parametrize(("name", "form", "direction"), COMPILED)
+def test_compiled_layers(name, form, direction, dtype):
     torch._dynamo.reset()
-    tested, known = layers(name, form, "both")
+    tested, known = layers(name, form, direction)
     valid = torch.arange(300) < torch.tensor([[300], [211]])
     compiled = torch.compile(tested, fullgraph=True)
     check(differences(compiled, tested, known, 300, dtype, valid=valid), dtype)
