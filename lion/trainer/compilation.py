@@ -37,6 +37,7 @@ def compile_blocks(
         return False
     torch._functorch.config.activation_memory_budget = memory_budget
     avoid_wrong_gradients(model, torch.__version__)
+    mend_split_scans(torch.__version__)
     if getattr(model, "part", None) is not None:
         overlap_exchanges()
     for unit in model.units():
@@ -77,10 +78,39 @@ def avoid_wrong_gradients(model: nn.Module, version: str) -> None:
     (pytorch#193061).
     """
     modulated = any(getattr(unit, "conditional", False) for unit in model.units())
-    if modulated and tuple(map(int, version.split(".")[:2])) < (2, 15):
+    if modulated and release(version) < (2, 15):
         from torch._inductor import config
 
         config.triton.mix_order_reduction = False
+
+
+def mend_split_scans(version: str) -> None:
+    """Let Inductor load values that are equal for all tokens, such as parameters, in the kernel of a cumulative sum.
+
+    Inductor before 2.13 fails to generate such a kernel for a GPU (a TypeError in `get_block_shape`) if few sums are
+    computed, as for vector decays of small models and batches: the shape of a load lacks the dimension of the sums.
+    """
+    if release(version) >= (2, 13):
+        return
+    import sympy
+    from torch._inductor.codegen.triton import TritonSymbols
+    from torch._inductor.virtualized import V
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    original = TritonSymbols.get_block_shape
+    if original.__module__ == __name__:
+        return
+
+    def get_block_shape(cls: type, expr: sympy.Expr) -> Any:
+        sums = {x: sympy.S.Zero for x in expr.free_symbols if V.kernel.no_x_dim and symbol_is_type(x, SymT.XBLOCK)}
+        return original(expr.xreplace(sums))
+
+    TritonSymbols.get_block_shape = classmethod(get_block_shape)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version of PyTorch."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def overlap_exchanges() -> None:

@@ -22,6 +22,7 @@ from torch.fx.node import Node, map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils.flop_counter import flop_registry
 
+from lion.trainer.compilation import mend_split_scans
 from tools.gpu.cost import Cost
 from tools.gpu.graphs import Graph
 from tools.gpu.scans import steps_of
@@ -50,6 +51,7 @@ class Program(NamedTuple):
 
 def lower(graph: Graph, target: Target) -> Program:
     """Generate Inductor's code of a graph for a target."""
+    mend_split_scans(torch.__version__)
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     move(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
