@@ -24,20 +24,28 @@ EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
 
 
 def compile_blocks(
-    model: nn.Module, backend: Any = "inductor", *, dynamic: bool | None = False, memory_budget: float = 1.0
+    model: nn.Module,
+    backend: Any = "inductor",
+    *,
+    dynamic: bool | None = False,
+    memory_budget: float = 1.0,
+    autotune: bool = False,
 ) -> bool:
     """Compile every block of the model in place, with static shapes; return False if there is no compiler.
 
     Without a compiler the model stays eager, and a warning is logged. Compilation in place (`Module.compile`) keeps the
     names in checkpoints. Equal blocks share their graphs. With `dynamic=None`, a size that changes between calls
     becomes symbolic, for callers with batches of different sizes. With a `memory_budget` below 1, graphs save less for
-    the backward pass, which recomputes the rest (`activation_memory_budget` of PyTorch, for the whole process).
+    the backward pass, which recomputes the rest (`activation_memory_budget` of PyTorch, for the whole process). With
+    `autotune`, Inductor times its own kernels for matrix products beside the libraries' (for the whole process, too).
     """
     if not can_compile(backend):
         return False
     torch._functorch.config.activation_memory_budget = memory_budget
     avoid_wrong_gradients(model, torch.__version__)
     mend_split_scans(torch.__version__)
+    if autotune:
+        time_products()
     if getattr(model, "part", None) is not None:
         overlap_exchanges()
     for unit in model.units():
@@ -111,6 +119,15 @@ def mend_split_scans(version: str) -> None:
 def release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version of PyTorch."""
     return tuple(map(int, version.split(".")[:2]))
+
+
+def time_products() -> None:
+    """Let Inductor take the fastest kernel for every matrix product, without printing the times."""
+    from torch._inductor import config
+
+    config.max_autotune_gemm = True
+    if hasattr(config, "autotune_num_choices_displayed"):
+        config.autotune_num_choices_displayed = 0
 
 
 def overlap_exchanges() -> None:

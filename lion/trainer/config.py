@@ -34,8 +34,9 @@ class TrainerConfig:
     float32 matrix products (`high`: TF32 on a GPU that supports it; `medium`: bf16 products on a CPU that supports
     them). `deterministic` selects kernels that give the same bits every time, as far as PyTorch has them for a GPU.
     `compiled_code` is a file of compiled code, which is read at the start, if it exists, and written at the end. With
-    `memory_budget` below 1, compiled blocks save about that share of what they would save for the backward pass,
-    which recomputes the rest.
+    `autotune`, compilation takes a minute or more longer: it times generated kernels for every matrix product beside
+    those of the libraries, and takes the fastest. With `memory_budget` below 1, compiled blocks save about that share
+    of what they would save for the backward pass, which recomputes the rest.
     """
 
     batch_size: int = setting(min=1)
@@ -49,6 +50,7 @@ class TrainerConfig:
     matmul: str = setting("highest", choices=MATMUL)
     compile: bool = setting(True, free=True)
     compiled_code: str | None = setting(None, free=True)
+    autotune: bool = setting(False, free="rounding")
     memory_budget: float = setting(1.0, above=0, max=1, free="rounding")
     clip_grad: float | None = setting(None, above=0)
     ema: float | None = setting(None, min=0, max=1)

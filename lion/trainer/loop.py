@@ -120,8 +120,8 @@ class Trainer:
         """Compile the models and restore the newest usable checkpoint."""
         if self.config.compile:
             load_compiled(self.config.compiled_code)
-            budget = self.config.memory_budget
-            self.state.compiled = all(compile_blocks(model, memory_budget=budget) for model in self.models)
+            how = {"memory_budget": self.config.memory_budget, "autotune": self.config.autotune}
+            self.state.compiled = all(compile_blocks(model, **how) for model in self.models)
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
         kept = self.checkpoints.resume(self.state.restore)

@@ -60,12 +60,21 @@ def test_the_table_compares_times_with_estimates():
 
 def test_rows_are_reported_by_gpu(tmp_path):
     report = clock.Report(tmp_path)
-    for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024)):
+    for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024), timed(), timed(device="NVIDIA A100")):
         report.add(row)
     report.save(report.markdown({}))
     text = (tmp_path / "clock.md").read_text()
     assert text.count("## ") == 2 and "## NVIDIA A100, bfloat16, 6 heads of 64" in text
     assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 3
+
+
+def test_autotuned_rows_stand_beside_others(tmp_path):
+    report = clock.Report(tmp_path)
+    for row in (timed(), timed(autotune=True)):
+        report.add(row)
+    counted = {("any",): estimated()}
+    plain, tuned = (clock.cells(row, counted) for row in report.rows.values())
+    assert plain[1] == "full" and tuned[1] == "full, autotuned" and plain[2:] == tuned[2:]
 
 
 def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lion.trainer.compilation import (
     avoid_wrong_gradients,
     compile_blocks,
     load_compiled,
+    mend_split_scans,
     missing_compiler,
     prepare_compiler,
     save_compiled,
@@ -133,6 +135,48 @@ def test_a_fusion_of_gpu_kernels_that_may_miscompile_adaln_is_off():
         with config.patch({"triton.mix_order_reduction": True}):
             avoid_wrong_gradients(made, version)
             assert config.triton.mix_order_reduction is left
+
+
+def test_kernels_of_split_scans_load_values_that_are_equal_for_all_tokens(monkeypatch):
+    """Check the workaround for Inductor before 2.13 on an index of one sum (x), a token (r) and both; no GPU."""
+    import sympy
+    from torch._inductor.codegen.triton import TritonSymbols
+    from torch._inductor.virtualized import V
+
+    seen, x, token = [], sympy.Symbol("x1"), sympy.Symbol("r0_3")
+    monkeypatch.setattr(TritonSymbols, "get_block_shape", classmethod(lambda cls, expr: seen.append(expr)))
+    before = TritonSymbols.get_block_shape
+    mend_split_scans("2.13.0")
+    assert TritonSymbols.get_block_shape == before
+    for _ in range(2):  # is applied once
+        mend_split_scans("2.12.1+cu130")
+    mended = TritonSymbols.get_block_shape
+    for split, wanted in ((True, [0, token, 8 * token]), (False, [4 * x, token, 4 * x + 8 * token])):
+        seen.clear()
+        with V.set_kernel_handler(SimpleNamespace(no_x_dim=split)):
+            for index in (4 * x, token, 4 * x + 8 * token):
+                mended(index)
+        assert seen == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.compiled
+@pytest.mark.skipif(missing_compiler() is not None, reason="no C++ compiler")
+def test_autotuning_times_kernels_of_products_and_prints_nothing(tmp_path, monkeypatch, capfd):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config, "max_autotune_gemm", False)  # restored afterwards
+    monkeypatch.setattr(config, "autotune_num_choices_displayed", 10)
+    torch._dynamo.reset()
+    m = model("lion_lit").eval()
+    x = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        expected = m(x)
+        assert compile_blocks(m, autotune=True) and config.max_autotune_gemm
+        assert torch.allclose(m(x), expected, atol=1e-5)
+    assert "AUTOTUNE" not in "".join(capfd.readouterr())
+    torch._dynamo.reset()
 
 
 KINDS = ("lion_s", "gla", "lion_s_hippo", "rwkv6", "xlstm", "lightnet", "deltanet", "kda")  # one of each operator

@@ -5,7 +5,9 @@
 A call is a forward and a backward pass of the compiled operator, with its feature map; softmax is PyTorch's SDPA. `us`
 is the time of a call in a CUDA graph, and `no graphs` its time when Python launches every kernel and many calls follow
 one another. `peak / q` is the memory of a call beyond its inputs, in units of q. Rounds are interleaved, and a ratio is
-the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile.
+the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile. Of `autotuned`
+rows, Inductor took the fastest of its own and the libraries' kernels for every matrix product (`--autotune`, and
+`trainer.autotune` in training).
 
 Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
 They may count other code than was timed, that of another version of torch or of a later commit.
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from lion.config import ConfigError, nearest
 from lion.evaluation.timing import seconds
+from lion.trainer.compilation import time_products
 from lion.trainer.memory import process_peak
 from tools.bench import OUT
 from tools.bench import gpu as estimates
@@ -43,7 +46,9 @@ from tools.processes import Send, in_a_process
 from tools.store import Row, Store, digits, pipes
 
 SETTING = ("device", "dtype", "heads", "dim")
-KEY = (*SETTING, "name", "form", "length", "batch")
+CALL = ("name", "form", "length", "batch")
+LATER = ("autotune",)  # keys that rows of earlier versions lack
+KEY = (*SETTING, *CALL, *LATER)
 TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
 SPAN = 0.01  # seconds of a measurement, at least
 HEADER = [*CASE, "us", "estimate", "x estimate", "x softmax", "estimated", "no graphs", "peak / q"]
@@ -62,6 +67,7 @@ class Job:
     dim: int
     dtype: str
     rounds: int
+    autotune: bool
     command: str
 
 
@@ -69,7 +75,7 @@ class Report(Store):
     """Rows of timed operators in `folder/clock.json`."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "clock.json", rows=KEY)
+        super().__init__(folder / "clock.json", later=LATER, rows=KEY)
 
     def markdown(self, counted: dict[tuple, Row]) -> str:
         parts = ["# Estimates against the clock", "Written by `./run.sh bench clock`.", *__doc__.split("\n\n")[2:-1]]
@@ -96,6 +102,7 @@ def main(argv: list[str]) -> int:
             dim=args.dim,
             dtype=args.dtype,
             rounds=args.rounds,
+            autotune=args.autotune,
             command=command,
         )
         for name in args.names or DEFAULT
@@ -131,6 +138,7 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--heads", type=count, default=6)
     parser.add_argument("--dim", type=count, default=64, help="head dimension")
     parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)
@@ -149,12 +157,15 @@ def measure(job: Job, send: Send) -> None:
     def run(given: dict[str, Tensor]) -> Tensor:
         return operator.run(given, fixed, job.form, 64)
 
+    if job.autotune:
+        time_products()
     own = call(torch.compile(run, fullgraph=True, dynamic=False), tensors)
     calls = {"own": own, "softmax": call(softmax, {n: tensors[n] for n in "qkv"})}
     own()
     torch.cuda.empty_cache()
     times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
-    row = {name: value for name, value in dataclasses.asdict(job).items() if name not in ("rounds", "command")}
+    row = {name: getattr(job, name) for name in ("heads", "dim", "dtype", *CALL)}
+    row |= {"autotune": True} if job.autotune else {}  # else as in rows of earlier versions
     for how in (GRAPH, LAUNCHED):
         mine, other = times["own", how], times["softmax", how]
         row[how] = {
@@ -218,14 +229,15 @@ def cells(row: Row, counted: dict[tuple, Row]) -> list[str]:
     alone = f"{1e6 * row[LAUNCHED]['seconds']:,.0f}"
     q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
     times = [f"{us:,.0f}", *near, f"{row[GRAPH]['ratio']:.2f}", ratio, alone]
-    return [*case(row), *times, digits(row["peak_bytes"] / q)]
+    form = f"{row['form']}, autotuned" if row.get("autotune") else row["form"]
+    return [*case(row | {"form": form}), *times, digits(row["peak_bytes"] / q)]
 
 
 def estimate(row: Row, counted: dict[tuple, Row]) -> tuple[float, float] | None:
     """Return the estimated seconds of a row and of softmax on its GPU; None without an estimate of the operator."""
     device = row["device"].replace(" ", "").lower()
     target = next((name for name in TARGETS if name in device), None)
-    same = [name for name in KEY if name not in ("device", "batch")]
+    same = [name for name in (*SETTING, *CALL) if name not in ("device", "batch")]
     for other in counted.values():
         if target and alike(other["target"], target) and all(other[name] == row[name] for name in same):
             scaled = {**estimates.for_batch(other, row["batch"]), "target": target}
