@@ -22,7 +22,8 @@ class Comparison(NamedTuple):
         kind: `CLAIM` or `QUESTION`.
         pair: The rows, (better, worse).
         found: The difference, in favour of the first row; None: too few runs.
-        missing: `NOT_RUN` if a row has no runs, `INCOMPLETE` if it lacks some of its runs, or a second one; else empty.
+        missing: `NOT_RUN` if a row has no runs, `INCOMPLETE` if it lacks some of its runs, or a second one, or if one
+            is stuck at chance; else empty.
         unit: Unit of the difference.
     """
 

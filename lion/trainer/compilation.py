@@ -100,7 +100,6 @@ def mend_split_scans(version: str) -> None:
     """
     if release(version) >= (2, 13):
         return
-    import sympy
     from torch._inductor.codegen.triton import TritonSymbols
     from torch._inductor.virtualized import V
     from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -109,8 +108,8 @@ def mend_split_scans(version: str) -> None:
     if original.__module__ == __name__:
         return
 
-    def get_block_shape(cls: type, expr: sympy.Expr) -> Any:
-        sums = {x: sympy.S.Zero for x in expr.free_symbols if V.kernel.no_x_dim and symbol_is_type(x, SymT.XBLOCK)}
+    def get_block_shape(cls: type, expr: Any) -> Any:
+        sums = {x: 0 * x for x in expr.free_symbols if V.kernel.no_x_dim and symbol_is_type(x, SymT.XBLOCK)}
         return original(expr.xreplace(sums))
 
     TritonSymbols.get_block_shape = classmethod(get_block_shape)

@@ -237,6 +237,17 @@ def test_verdicts(tmp_path, a, b, kind, verdict):
     assert row.split(" | ")[1] == (f"{100 * statistics.mean(b):.2f}{half} ({len(b)})" if b else "not run")
 
 
+def test_a_row_with_a_run_at_chance_is_not_judged_and_is_remarked(tmp_path):
+    made = table(claims=[["a", "b"]])
+    store = filled(tmp_path, made, {"a": dict(enumerate([0.9, 0.91, 0.92])), "b": dict(enumerate([0.5, 0.51, 0.53]))})
+    assert "| confirmed |" in page.markdown({"t": made}, store, {}).partition("## T")[2]
+    stuck = cells("t", made, "mini")[-1]
+    store.rows[stuck.key, stuck.seed]["remark"] = "stuck at chance: 53 %"
+    text = page.markdown({"t": made}, store, {})
+    assert "| incomplete |" in text and "| confirmed |" not in text.partition("## T")[2]
+    assert f"\n- {stuck.row}, seed {stuck.seed}: stuck at chance: 53 %\n" in text
+
+
 CLOSE = {"a": dict(enumerate([0.60, 0.64, 0.66])), "b": dict(enumerate([0.58, 0.60, 0.63]))}
 
 
@@ -389,7 +400,18 @@ def test_the_page_says_how_its_runs_were_made(tmp_path):
         row["command"] = "./run.sh quickstart data.name=hf data.path=digits seed=0"
     text = page.markdown({"t": made}, store, {})
     assert "`./run.sh paper --table t --data digits data.name=hf data.path=digits`" in text
-    assert "read with `data.name=hf data.path=digits`" in text and "All runs so far took 0.017 core hours" in text
+    assert "read with `data.name=hf data.path=digits`" in text and "All runs so far took 0.017 core hours." in text
+
+
+def test_hours_on_a_gpu_are_no_core_hours(tmp_path):
+    """Check the sum of hours, and the hours left: of three seeds of two rows, one has run on each device."""
+    made = table()
+    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.5}})
+    store.rows[min(store.rows)] |= {"device": "NVIDIA H200", "seconds": 3.6}
+    text = page.markdown({"t": made}, store, {})
+    assert "took 0.017 core hours, and 1 of them 0.001 hours on a GPU" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| t, mini"))
+    assert line.endswith("| 0.067 |"), line
 
 
 @pytest.mark.slow

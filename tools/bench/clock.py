@@ -138,7 +138,9 @@ def parse(argv: list[str]) -> Any:
     parser.add_argument("--heads", type=count, default=6)
     parser.add_argument("--dim", type=count, default=64, help="head dimension")
     parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest")
+    parser.add_argument(
+        "--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
     args = parser.parse_args(argv)

@@ -20,11 +20,16 @@ def rows_of(path: Path) -> list[Row]:
     return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 
+def on_gpu(row: Row) -> bool:
+    """Return whether a row was measured on a GPU."""
+    return (row["device"] or "").startswith("NVIDIA")
+
+
 def step_times(reports: Path) -> dict[str, float]:
     """Return the time of a training step on a CPU, at DeiT-S's width and 224 px, relative to DeiT-S, by mixer."""
     found = {}
     for row in sorted(rows_of(reports / "train.json"), key=lambda row: row["date"]):
-        if row["device"].startswith("NVIDIA"):
+        if on_gpu(row):
             continue
         if (row["model"], row["size"]) == ("vit", 224) and row["shape"].startswith("dim 384"):
             beside = row.get("against")

@@ -13,6 +13,7 @@ import yaml
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, table_of, verdicts
 from tools.glue.scores import Scores, scores_table
+from tools.paper.measured import on_gpu
 from tools.paper.overview import Judge, overview
 from tools.paper.parts import Part, comparisons, parts_of
 from tools.paper.results import Results
@@ -64,6 +65,10 @@ The rule was written before the runs. It and the tables were changed on these oc
 - 2026-11-27, after 424 runs: all pairs that differ in one setting or have a baseline are claims or questions, and a
   test keeps the list complete; before, it was chosen by hand. Of the new claims that have all runs, three are
   contradicted, eight confirmed and nine undecided. The longer list took back two answers, on a convolution in Lion-S.
+- 2026-11-27, after 489 runs: softmax has the learning rate that is best for it in `mlm-rates`, in place of 5e-4, which
+  it was given after first runs on another corpus; at 5e-4 its claim against Lion-S was contradicted. Two runs whose
+  weights were gone were repeated on a GPU, to fine-tune them (`mlm-tiny`, rotary softmax and Hydra, seed 0). Rows with
+  a run that is stuck at chance are not judged (rotary softmax on Pathfinder, below Lion-S).
 
 Seeds were added after results were seen: Shakespeare and `recall-start` have five in place of three, and rows that
 stand in several tables have the seeds of all of them. After first runs, recall was made easier (which changed all its
@@ -147,7 +152,8 @@ def summary(
 ) -> str:
     """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
     words = (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN)
-    rows, total = [], sum(hours(row) for row in store.rows.values())
+    rows, gpu = [], [row for row in store.rows.values() if on_gpu(row)]
+    total = sum(hours(row) for row in store.rows.values() if not on_gpu(row))
     changed = sum(bool(row["changed"]) for row in store.rows.values())
     for part in parts:
         claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
@@ -158,12 +164,18 @@ def summary(
         rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
     text = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
-        f"{text}\n\nAll runs so far took {digits(total)} core hours. The hours left are the missing runs times\n"
-        "the median of the runs of their table, or, before the first run, the estimate of `--dry-run --save`; tables\n"
+        f"{text}\n\nAll runs so far took {digits(total)} core hours{on_gpus(gpu)}. The hours left are the missing runs\n"
+        "times the median of their table's runs on a CPU, or, before one, the estimate of `--dry-run --save`; tables\n"
         "that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25 include\n"
         f"evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees with changes that\n"
         'their commits do not have ("+" below the tables).'
     )
+
+
+def on_gpus(rows: Sequence[Row]) -> str:
+    """Return the end of a sentence with the number of runs on GPUs and their hours; empty without such runs."""
+    spent = digits(sum(row["seconds"] for row in rows) / 3600)
+    return f", and {len(rows)} of them {spent} hours on a GPU, several at a time" if rows else ""
 
 
 def hours(row: Row) -> float:
@@ -173,7 +185,7 @@ def hours(row: Row) -> float:
 
 def left(part: Part, store: Store) -> str:
     """Return the core hours of the runs that are missing in a table, or "-" where nothing is known of them."""
-    runs = [hours(row) for own in part.results.runs.values() for row in own.values()]
+    runs = [hours(row) for own in part.results.runs.values() for row in own.values() if not on_gpu(row)]
     estimated = store.tables["estimates"].get((part.name, part.scale))
     missing = len(part.cells) - part.results.made
     if not missing:
@@ -198,6 +210,7 @@ def section(part: Part, compared: Sequence[Comparison], judge: Judge) -> list[st
     solved = ["solved"] if solvable(part) else []
     header = ["row", *table.columns, f"{results.split} {metric.heading}".strip(), *solved, *shapes, "parameters"]
     text.append(pipes(header, [row_text(part, name, shapes) for name in table.rows], text=TEXT))
+    text.append(remarks(results))
     for kind in VERDICTS:
         header, rows = table_of(kind, [(each, judge.words[id(each)]) for each in compared], judge.level)
         if rows:
@@ -205,6 +218,12 @@ def section(part: Part, compared: Sequence[Comparison], judge: Judge) -> list[st
     if scores := glue_scores(results):
         text.append(pipes(*scores_table(scores), text=TEXT))
     return [each for each in [*text, origin(part)] if each]
+
+
+def remarks(results: Results) -> str:
+    """Return the remarks on single runs as a Markdown list."""
+    runs = [(name, seed, run) for name, own in results.runs.items() for seed, run in own.items() if run["remark"]]
+    return "\n".join(f"- {name}, seed {seed}: {run['remark']}" for name, seed, run in runs)
 
 
 def glue_scores(results: Results) -> dict[tuple[str, str], list[Scores]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
-from tools.claims import CLAIM, QUESTION, Comparison, compare
+from tools.claims import CLAIM, INCOMPLETE, QUESTION, Comparison, compare
 from tools.paper.results import Results, results_of
 from tools.paper.tables import SCALES, Cell, Table, cells
 from tools.statistics import Values
@@ -61,16 +61,19 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
     """Compare the rows of all claims and questions of a table.
 
     The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
+    A row with a remarked run, such as one that is stuck at chance, is compared as one that lacks a run.
     """
     if part.scale == "published" and not part.table.judged:
         values: Values = {}  # the claims are about another metric than that of the runs
     else:
         values = pooled(part, parts) if part.table.noise == "frame" else part.results.values
-    return [
+    found = [
         each
         for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
         for each in compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
     ]
+    unfit = {row for row, own in part.results.runs.items() if any(run["remark"] for run in own.values())}
+    return [each._replace(missing=each.missing or INCOMPLETE * bool(unfit & {*each.pair})) for each in found]
 
 
 def pooled(part: Part, parts: Sequence[Part]) -> Values:
