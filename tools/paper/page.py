@@ -164,10 +164,10 @@ def summary(
         rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
     text = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
-        f"{text}\n\nAll runs so far took {digits(total)} core hours{on_gpus(gpu)}. The hours left are the missing runs\n"
-        "times the median of their table's runs on a CPU, or, before one, the estimate of `--dry-run --save`; tables\n"
-        "that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25 include\n"
-        f"evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees with changes that\n"
+        f"{text}\n\nAll runs so far took {digits(total)} core hours{on_gpus(gpu)}. The hours left are the missing\n"
+        "runs times the median of their table's runs on a CPU, or, before one, the estimate of `--dry-run --save`;\n"
+        "tables that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25\n"
+        f"include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees with changes that\n"
         'their commits do not have ("+" below the tables).'
     )
 
