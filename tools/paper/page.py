@@ -167,8 +167,8 @@ def summary(
         f"{text}\n\nAll runs so far took {digits(total)} core hours{on_gpus(gpu)}. The hours left are the missing\n"
         "runs times the median of their table's runs on a CPU, or, before one, the estimate of `--dry-run --save`;\n"
         "tables that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25\n"
-        f"include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees with changes\n"
-        'that their commits do not have ("+" below the tables).'
+        f"include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees\n"
+        'with changes that their commits do not have ("+" below the tables).'
     )
 
 
