@@ -164,18 +164,18 @@ def summary(
         rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
     text = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
-        f"{text}\n\nAll runs so far took {digits(total)} core hours{on_gpus(gpu)}. The hours left are the missing\n"
-        "runs times the median of their table's runs on a CPU, or, before one, the estimate of `--dry-run --save`;\n"
-        "tables that share missing runs count them each. Hours are those of training; runs stored before 2026-11-25\n"
-        f"include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees\n"
+        f"{text}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
+        "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
+        "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs stored before\n"
+        f"2026-11-25 include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees\n"
         'with changes that their commits do not have ("+" below the tables).'
     )
 
 
-def on_gpus(rows: Sequence[Row]) -> str:
-    """Return the end of a sentence with the number of runs on GPUs and their hours; empty without such runs."""
+def gpu_hours(rows: Sequence[Row]) -> str:
+    """Return a sentence on the hours of the runs on GPUs; empty without such runs."""
     spent = digits(sum(row["seconds"] for row in rows) / 3600)
-    return f", and {len(rows)} of them {spent} hours on a GPU, several at a time" if rows else ""
+    return f" {len(rows)} on a GPU took {spent} hours, several at a time." if rows else ""
 
 
 def hours(row: Row) -> float:
