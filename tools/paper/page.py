@@ -166,9 +166,9 @@ def summary(
     return (
         f"{text}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
         "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
-        "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs stored before\n"
-        f"2026-11-25 include evaluation and interruptions. {changed} of {len(store.rows)} runs come from working trees\n"
-        'with changes that their commits do not have ("+" below the tables).'
+        "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs\n"
+        f"stored before 2026-11-25 include evaluation and interruptions. {changed} of {len(store.rows)} runs come\n"
+        'from working trees with changes that their commits do not have ("+" below the tables).'
     )
 
 
