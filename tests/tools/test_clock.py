@@ -59,21 +59,14 @@ def test_the_table_compares_times_with_estimates():
 
 
 def test_rows_are_reported_by_gpu(tmp_path):
-    report = clock.Report(tmp_path)
-    for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024), timed(), timed(device="NVIDIA A100")):
+    report, tuned = clock.Report(tmp_path), timed(autotune=True)
+    for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024), tuned, timed(), tuned):
         report.add(row)
     report.save(report.markdown({}))
     text = (tmp_path / "clock.md").read_text()
     assert text.count("## ") == 2 and "## NVIDIA A100, bfloat16, 6 heads of 64" in text
-    assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 3
-
-
-def test_autotuned_rows_stand_beside_others(tmp_path):
-    report = clock.Report(tmp_path)
-    for row in (timed(), timed(autotune=True)):
-        report.add(row)
-    counted = {("any",): estimated()}
-    plain, tuned = (clock.cells(row, counted) for row in report.rows.values())
+    assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 4
+    plain, tuned = (clock.cells(row, {("any",): estimated()}) for row in (timed(), tuned))
     assert plain[1] == "full" and tuned[1] == "full, autotuned" and plain[2:] == tuned[2:]
 
 
