@@ -113,7 +113,7 @@ COMMANDS = {
         "[MIXER ...]",
         "time the operators of bench gpu on this GPU, beside the estimates",
         "tools.bench.clock",
-        "--form --length --dtype --batch --heads --dim --rounds --out --fresh",
+        "--form --length --dtype --batch --heads --dim --rounds --autotune --out --fresh",
     ),
     "bench startup": Command(
         "[RECIPE ...]",

@@ -41,11 +41,13 @@ def test_settings_of_compilation_reach_the_compiler(tmp_path, monkeypatch):
     given = []
     for name in ("load_compiled", "save_compiled"):
         monkeypatch.setattr(f"lion.trainer.loop.{name}", lambda file, name=name: given.append((name, file)))
-    budget = "lion.trainer.loop.compile_blocks"
-    monkeypatch.setattr(budget, lambda _, memory_budget: given.append(("budget", memory_budget)) or True)
+    compiler = "lion.trainer.loop.compile_blocks"
+    monkeypatch.setattr(compiler, lambda _, **how: given.append(("compile_blocks", how)) or True)
     path = tiny_recipe(tmp_path, trainer={"compile": True, "steps": 1})
-    train(path, tmp_path / "run", "trainer.memory_budget=0.5", "trainer.compiled_code=code")
-    assert given == [("load_compiled", "code"), ("budget", 0.5), ("save_compiled", "code")]
+    settings = "trainer.memory_budget=0.5", "trainer.autotune=true", "trainer.compiled_code=code"
+    train(path, tmp_path / "run", *settings)
+    how = {"memory_budget": 0.5, "autotune": True}
+    assert given == [("load_compiled", "code"), ("compile_blocks", how), ("save_compiled", "code")]
 
 
 def test_the_average_follows_the_weights(tmp_path):

@@ -39,7 +39,7 @@ interval would go beyond 0 or 100 %, and in brackets the number of seeds. The pa
 shows all seeds that its rows have, also those that another table asks for. All rows of a table share one learning rate
 unless its text says otherwise; it was not searched for each row.
 
-{RULE}
+{RULE} Rows with a run that is stuck at chance are not judged: they are incomplete.
 """
 HISTORY = """\
 The rule was written before the runs. It and the tables were changed on these occasions:
