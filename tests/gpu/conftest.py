@@ -4,7 +4,8 @@ import importlib.util
 
 import torch
 
+from lion.trainer.compilation import release
 from tools.gpu.targets import TORCH
 
-known = tuple(map(int, torch.__version__.split(".")[:2])) in TORCH
+known = release(torch.__version__) in TORCH
 collect_ignore_glob = [] if known and importlib.util.find_spec("triton") else ["test_*.py"]

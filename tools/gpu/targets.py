@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from lion.config import ConfigError
+from lion.trainer.compilation import release
 
 TORCH = ((2, 11), (2, 14), (2, 15))  # supported versions, whose internals this package uses
 LAUNCH = 6e-6  # CPU seconds per launch or library call in Inductor's Python wrapper; an assumption
@@ -90,8 +91,7 @@ def check_toolchain() -> None:
     Raises:
         ConfigError: The version of torch is not supported, or there is no Triton.
     """
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if version not in TORCH:
+    if release(torch.__version__) not in TORCH:
         known = ", ".join(".".join(map(str, v)) for v in TORCH)
         raise ConfigError(f"GPU code can only be generated under torch {known}; this is {torch.__version__}")
     try:
