@@ -61,7 +61,7 @@ class Difference(NamedTuple):
     @property
     def half(self) -> float:
         """Return half of the width of the 95 % interval."""
-        return float(stats.t(self.freedom).ppf(0.975)) * self.error
+        return float(stats.t.ppf(0.975, self.freedom)) * self.error
 
     @property
     def p(self) -> float:
@@ -69,11 +69,11 @@ class Difference(NamedTuple):
 
         Runs without any spread do not show their noise: then it is 1.
         """
-        return 2 * float(stats.t(self.freedom).sf(abs(self.mean) / self.error)) if self.error else 1.0
+        return 2 * float(stats.t.sf(abs(self.mean) / self.error, self.freedom)) if self.error else 1.0
 
     def smallest(self, level: float = LEVEL) -> float:
         """Return the true difference that these runs would have shown with p below `level` in `POWER` of all cases."""
-        limit = float(stats.t(self.freedom).ppf(1 - level / 2))
+        limit = float(stats.t.ppf(1 - level / 2, self.freedom))
         shift = optimize.brentq(lambda shift: seen(shift, self.freedom, level) - POWER, 0, 10 * limit)
         return self.error * float(shift)
 
@@ -158,12 +158,12 @@ def interval(values: Sequence[float]) -> float:
     """Return half of the width of the 95 % interval of a mean; infinite for a single value."""
     if len(values) < 2:
         return math.inf
-    return float(stats.t(len(values) - 1).ppf(0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+    return float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def seen(shift: float, freedom: float, level: float = LEVEL) -> float:
     """Return the probability that a true difference of `shift` standard errors is found, with p below `level`."""
-    return float(stats.nct(freedom, shift).sf(stats.t(freedom).ppf(1 - level / 2)))
+    return float(stats.nct.sf(stats.t.ppf(1 - level / 2, freedom), freedom, shift))
 
 
 def power(seeds: int, effect: float, level: float = LEVEL) -> float:

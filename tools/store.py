@@ -9,7 +9,7 @@ import io
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,10 +111,18 @@ class Store:
 
     def save(self, markdown: str, **derived: Any) -> None:
         """Write the JSON file with its rows and the values `derived` from them, and the Markdown file next to it."""
+        self._write_json(derived)
+        save_text(self.path.with_suffix(".md"), markdown)
+
+    def save_rows(self) -> None:
+        """Write the JSON file alone, with the rows that other processes have stored meanwhile."""
+        with self.alone():
+            self._write_json({})
+
+    def _write_json(self, derived: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         held = {name: list(rows.values()) for name, rows in self.tables.items()}
         save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
-        save_text(self.path.with_suffix(".md"), markdown)
         self.unsaved.clear()
         self.fresh = False
 

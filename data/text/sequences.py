@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from lion.samples.text import LabelledTextInfo
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 KINDS = (*READERS, *DIALECTS)  # suffixes of files that can be read
 AT_ONCE = 10_000  # texts that are tokenized in one call
+
+log = logging.getLogger("lion")
 
 Row = tuple[str, dict[str, Any]]  # (location, values by column)
 
@@ -165,14 +168,15 @@ class LabelledSequences(DataSet):
         return info
 
     def sequences(self, rows: Iterator[Row], source: Any, info: LabelledTextInfo) -> Sequences:
-        """Tokenize the rows of a split, which `source` names in messages.
+        """Tokenize the rows of a split, which `source` names in messages; rows with an empty text are counted there.
 
         Raises:
             ConfigError: There are no rows, or one of them is invalid.
         """
-        samples, labels, held = [], [], []
+        samples, labels, held, empty = [], [], [], 0
         for where, row in rows:
             held.append(self.texts(row, where))
+            empty += not all(map(str.strip, held[-1]))
             labels.append(self.label(row.get(self.label_column), where))
             if len(held) == AT_ONCE:
                 samples += self.encoded(held, info)
@@ -180,6 +184,8 @@ class LabelledSequences(DataSet):
         samples += self.encoded(held, info) if held else []
         if not samples:
             raise ConfigError(f"{source}: no rows, the file is empty")
+        if empty:
+            log.warning("%s: %d of %d rows have an empty text", source, empty, len(samples))
         return Sequences(samples, labels, self.padding)
 
     def texts(self, row: dict[str, Any], where: str) -> tuple[str, ...]:

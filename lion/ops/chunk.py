@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lion.ops.arguments import round_up
 from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, pad_with_last
-from lion.ops.full import decayed_scores
+from lion.ops.full import decayed_scores, weighted_sum
 from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting, is_static
 from lion.ops.tokens import ScoreSettings, State, TokenBlock
@@ -82,7 +82,7 @@ def within_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the contribution of tokens in the same chunk: numerator (B, H, N, C, E) and row sum (B, H, N, C)."""
     weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, N, C, C)
-    return weights.to(v.dtype) @ v, weights.sum(-1) if how.rowsum else None
+    return weighted_sum(weights, v, rowsum=how.rowsum)
 
 
 def between_chunks(

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -153,19 +153,27 @@ def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
 def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
     """Return `exp(log_decay)`, or 0 below `least_log_decay` and where a mask is False.
 
-    The masks are applied before `exp`, so that gradients stay finite. Without gradients the result reuses the memory of
-    `log_decay`.
+    Without gradients the result reuses the memory of `log_decay`.
+    """
+    log_decay = log_where(log_decay, *masks, factors=factors)
+    return log_decay.exp_() if reuses_memory() else log_decay.exp()
+
+
+def log_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
+    """Return log decays, or -inf below `least_log_decay` and where a mask is False.
+
+    Masks come before `exp`, so that gradients stay finite. Without gradients the result is `log_decay` itself.
     """
     masks, least = tuple(~mask for mask in masks if mask is not None), least_log_decay(log_decay.dtype, factors)
     if reuses_memory():
         F.threshold_(log_decay, least, -torch.inf)
         for excluded in masks:
             log_decay.masked_fill_(excluded, -torch.inf)
-        return log_decay.exp_()
+        return log_decay
     log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # no mask stored for backward
     for excluded in masks:
         log_decay = log_decay.masked_fill(excluded, -torch.inf)
-    return log_decay.exp()
+    return log_decay
 
 
 def decay(query: CumulativeDecay, key: CumulativeDecay, allowed: Tensor | None = None) -> Tensor:
@@ -269,16 +277,22 @@ def pad_with_last(t: Tensor, padding: int) -> Tensor:
     return torch.where(known, F.pad(t, (0, 0, 0, padding)), t[..., -1:, :])
 
 
-def decay_mask(
+def decay_mask(directions: tuple[Direction, ...], *args: Any, **kwargs: Any) -> Tensor:
+    """Return the mask M of Eq. 14 and 30 (b, H, .., L, L', D or 1); arguments as in `log_decay_mask`."""
+    log_mask = log_decay_mask(directions, *args, **kwargs)
+    return log_mask.exp_() if reuses_memory() else log_mask.exp()
+
+
+def log_decay_mask(
     directions: tuple[Direction, ...],
     include_diagonal: bool = True,
     keys: slice = slice(None),
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L', D or 1), for all L' tokens or the first L as queries.
+    """Return `log M` (b, H, .., L, L', D or 1) for all L' tokens or the first L as queries; -inf where M is 0.
 
     Args:
-        include_diagonal: Whether the diagonal is 1; otherwise it is 0.
+        include_diagonal: Whether the diagonal of M is 1; otherwise it is 0.
         keys: Columns to compute, by default all.
         positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
     """
@@ -289,12 +303,13 @@ def decay_mask(
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
         earlier = j > i if directions[0].reverse else j < i
-        return decay(*pairs[0], earlier | (i == j) if include_diagonal else earlier)
+        log_mask, allowed = log_decay_between(*pairs[0]), earlier | (i == j) if include_diagonal else earlier
+        return log_where(at_most_0(log_mask), same_segment(*pairs[0]), allowed)
     if len(pairs[0][0].terms) == 1:
         log_mask = joined_differences(i >= j, *(c.terms[0] for pair in pairs for c in pair))
     else:
         log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
-    return exp_where(at_most_0(log_mask), same_segment(*pairs[0]), None if include_diagonal else i != j)
+    return log_where(at_most_0(log_mask), same_segment(*pairs[0]), None if include_diagonal else i != j)
 
 
 _Terms = tuple[Tensor, ...]

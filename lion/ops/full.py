@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import round_up
-from lion.ops.decay import Direction, decay_mask, make_directions, pad_with_last
-from lion.ops.inductor import inner_products, outer_sum
+from lion.ops.decay import Direction, log_decay_mask, make_directions, pad_with_last
+from lion.ops.inductor import decayed, hinting, inner_products, outer_sum
 from lion.ops.modes import is_static, reuses_memory
 from lion.ops.tokens import ScoreSettings, TokenBlock
 
@@ -23,10 +23,13 @@ ALIGNED_ABOVE = 64  # keys; below, padding is not worth a copy
 
 
 def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], include_diagonal: bool) -> Tensor:
-    """Return the scores under the decay mask, (B, H, .., L, L'), float32 or wider."""
-    mask = decay_mask(directions, include_diagonal).squeeze(-1)
-    scores = inner_products(q, k).to(mask.dtype)
-    return scores.mul_(mask) if reuses_memory() else scores * mask
+    """Return the scores under the decay mask, (B, H, .., L, L'), float32 or wider; compiled, of the dtype of q."""
+    log_mask, scores = log_decay_mask(directions, include_diagonal).squeeze(-1), inner_products(q, k)
+    if hinting():
+        return decayed(scores, log_mask)
+    if reuses_memory():
+        return scores.to(log_mask.dtype).mul_(log_mask.exp_())
+    return scores * log_mask.exp()
 
 
 def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
@@ -74,9 +77,9 @@ def pad_segments(segment_index: Tensor | None, padding: int) -> Tensor | None:
     return pad_with_last(segment_index[..., None], padding).squeeze(-1)
 
 
-def weighted_sum(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float) -> tuple[Tensor, Tensor | None]:
+def weighted_sum(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float = 0.0) -> tuple[Tensor, Tensor | None]:
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L) from decayed scores (B, H, L, L')."""
-    total = weights.sum(-1) if rowsum else None
+    total = weights.sum(-1, dtype=torch.promote_types(weights.dtype, torch.float32)) if rowsum else None
     if dropout_p:
         weights = F.dropout(weights, dropout_p)
     return weights.to(v.dtype) @ v, total

@@ -48,6 +48,15 @@ def outer_sum(k: Tensor, v: Tensor) -> Tensor:
     return _OuterSum.apply(k, v) if hinting_for_gpu(k) else k.mT @ v
 
 
+def decayed(scores: Tensor, log_mask: Tensor) -> Tensor:
+    """Return `scores exp(log_mask)` (.., L, L') in the dtype of the scores.
+
+    Autograd would save the scores for the gradient of the mask; here it is computed from the result, which the product
+    with the values saves anyway.
+    """
+    return _Decayed.apply(scores, log_mask)
+
+
 def joined_differences(first: Tensor, q: Tensor, k: Tensor, q_other: Tensor, k_other: Tensor) -> Tensor:
     """Return `q - k` (.., L, L', D) where `first` is True, and elsewhere `q_other - k_other`.
 
@@ -82,6 +91,20 @@ class _GradientInMemory(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         return in_memory(gradient)
+
+
+class _Decayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, scores: Tensor, log_mask: Tensor) -> Tensor:
+        weights = (scores * log_mask.exp()).to(scores.dtype)
+        ctx.save_for_backward(log_mask, weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        log_mask, weights = ctx.saved_tensors
+        of_mask = gradient * weights.to(log_mask.dtype)
+        return (gradient * log_mask.exp()).to(gradient.dtype), of_mask.sum_to_size(log_mask.shape)
 
 
 class _JoinedDifferences(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -57,13 +58,18 @@ def test_a_folder_of_splits(tmp_path, suffix):
     assert labelled(tmp_path).build().fingerprint != splits.fingerprint
 
 
-def test_rows_are_held_out_of_a_single_file(tmp_path):
+def test_rows_are_held_out_of_a_single_file(tmp_path, caplog):
     file = write(tmp_path / "reviews.csv", ROWS)
     splits = labelled(file, val_split=0.2).build()
+    assert not caplog.text
     held, kept = texts_of(splits.val), texts_of(splits.train)
     assert len(held) == 6 and splits.test is None
     assert sorted([*held, *kept]) == sorted(f"[CLS]{row['text']}[SEP]" for row in ROWS)
     assert held == texts_of(labelled(file, val_split=0.2, length=64).build().val)
+    blank = [{**ROWS[0], "text": text} for text in ("", " ")]
+    labelled(write(tmp_path / "reviews.csv", blank * 5 + ROWS), val_split=0.5).build()
+    counts = [int(n) for n in re.findall(r"reviews.csv: (\d+) of 20 rows have an empty text", caplog.text)]
+    assert len(counts) == 2 and sum(counts) == 10
 
 
 def test_pairs_numbers_and_columns(tmp_path):

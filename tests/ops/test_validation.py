@@ -228,7 +228,7 @@ def test_dropout_where_nothing_decays(direction, monkeypatch):
             torch.manual_seed(0)
             with monkeypatch.context() as patch:
                 if log_decay is None:
-                    patch.delattr(full, "decay_mask")
+                    patch.delattr(full, "log_decay_mask")
                 y = linear_attention(
                     q, k, v, log_decay, feature_map="silu_shifted", direction=direction, dropout_p=0.5, **masks
                 )

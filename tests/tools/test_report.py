@@ -71,6 +71,8 @@ def test_the_table_holds_what_the_runs_measured(runs):
     assert row["test top-1 %"] == "55.00 ± 7.07" and row["n"] == "2"
     assert by_name["softmax"]["test top-1 %"] == "-"
     assert "paper" not in header, "no paper trains on these digits"
+    some = result_table({"lion_s": [groups["lion_s"][1], groups["lion_s"][0]._replace(test=None)]})
+    assert dict(zip(some[0], some[1][0]))["test top-1 %"] == "60.00 (n = 1)"
     assert by_name["softmax"]["parameters"] != row["parameters"]
     assert "val top-5 %" in header and "val loss" in header
 

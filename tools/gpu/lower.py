@@ -11,9 +11,9 @@ import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import _recursive_post_grad_passes
 from torch._inductor.debug import DebugContext
-from torch._inductor.dependencies import MemoryDep
+from torch._inductor.dependencies import Dep, MemoryDep
 from torch._inductor.graph import GraphLowering
-from torch._inductor.ir import ExternKernelOut
+from torch._inductor.ir import ExternKernelOut, TritonTemplateBuffer
 from torch._inductor.scheduler import BaseSchedulerNode, FusedSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,6 +28,11 @@ from tools.gpu.graphs import Graph
 from tools.gpu.scans import steps_of
 from tools.gpu.targets import DEVICE, Target, pretend
 
+OWN_PRODUCTS = {  # one choice for each product, so that nothing is timed
+    "max_autotune_gemm": True,
+    "max_autotune_gemm_backends": "TRITON",
+    "test_configs.max_mm_configs": 1,
+}
 KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str='cuda'\)", re.S)
 
 
@@ -49,8 +54,13 @@ class Program(NamedTuple):
     cost: Cost
 
 
-def lower(graph: Graph, target: Target) -> Program:
-    """Generate Inductor's code of a graph for a target."""
+def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
+    """Generate Inductor's code of a graph for a target.
+
+    With `autotune`, every matrix product is a kernel of Inductor's, which neighbours may be fused with. On a GPU, the
+    trainer's setting of this name times such kernels beside those of libraries; here none are timed, and the first of
+    Inductor's is taken.
+    """
     mend_split_scans(torch.__version__)
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     move(module)
@@ -59,7 +69,7 @@ def lower(graph: Graph, target: Target) -> Program:
         inputs = [
             torch.empty_strided(*x[:2], dtype=x[2], device=DEVICE) if isinstance(x, tuple) else x for x in graph.inputs
         ]
-    with pretend(target), config.patch(compile_threads=1):
+    with pretend(target), config.patch({"compile_threads": 1, **(OWN_PRODUCTS if autotune else {})}):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
         flops = flops_of(module)
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -81,28 +91,37 @@ def lower(graph: Graph, target: Target) -> Program:
         flops=int(flops),
     )
     for step, count in steps_of(graph.module):
-        cost += lower(step, target).cost * count
+        cost += lower(step, target, autotune).cost * count
     return Program(graph.stage, code, kernels, fallbacks, cost)
 
 
 def bytes_of(node: BaseSchedulerNode) -> int:
     """Return the bytes that a kernel reads and writes.
 
-    Inductor counts whole buffers for fused kernels and for products; here, a kernel that reads a part of a buffer has
-    the bytes of that part.
+    Inductor counts whole buffers for fused kernels and for products of libraries, and reads of the size of the result
+    for its own products. Here, a kernel that reads a part of a buffer has the bytes of that part.
     """
     found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    parts: dict[str, int] = {}
-    if isinstance(node, FusedSchedulerNode):
-        for dep in node.read_writes.reads | node.read_writes.writes:
-            known = isinstance(dep, MemoryDep) and not dep.is_indirect()
-            size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
-            parts[dep.name] = parts.get(dep.name, 0) + size
-    elif isinstance(node.node, ExternKernelOut):
-        for view in node.node.inputs:
-            name, size = view.get_name(), math.prod(map(int, view.get_size())) * view.get_dtype().itemsize
-            parts[name] = parts.get(name, 0) + size
+    parts, deps = dict[str, int](), set[Dep]()
+    for each in node.get_nodes():
+        if isinstance(each.node, (ExternKernelOut, TritonTemplateBuffer)):
+            for view in each.node.inputs:
+                size = math.prod(map(int, view.get_size())) * view.get_dtype().itemsize
+                parts[view.get_name()] = parts.get(view.get_name(), 0) + size
+        elif isinstance(node, FusedSchedulerNode):
+            deps |= each.read_writes.reads | each.read_writes.writes
+    for dep in deps:
+        known = isinstance(dep, MemoryDep) and not dep.is_indirect()
+        size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
+        parts[dep.name] = parts.get(dep.name, 0) + size
+    if node.is_template():
+        found = {name: whole(name) for name in found}
     return sum(min(count, parts.get(name, count)) for name, count in found.items())
+
+
+def whole(name: str) -> int:
+    """Return the bytes of a buffer."""
+    return int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
 
 
 def flops_of(module: GraphModule) -> int:

@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help="some tables (default: all)")
     parser.add_argument("--scale", choices=SCALES, default="mini", help="small runs, or the recipes of the papers")
     parser.add_argument(
-        "--jobs", type=count, help="runs at a time (default: one per visible GPU; without GPUs, one per two cores)"
+        "--jobs",
+        type=count,
+        help="runs at a time (default: one per visible GPU, which has room for ten small ones; else one per two cores)",
     )
     parser.add_argument(
         "--data",
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> int:
         code = run(jobs, tables, store, most)
         if code != 130:
             options = "--jobs", str(most), *data.get("glue", ())
-            code = fine_tune(chosen, args.scale, store, options, lambda: write(tables, store)) or code
+            code = fine_tune(chosen, args.scale, store, options) or code
     write(tables, store)
     print(store.files())
     return code
@@ -142,11 +144,11 @@ def make_jobs(
 
 
 def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, most: int) -> int:
-    """Train all missing runs, and write the page with the result of each when it ends; returns the exit code."""
+    """Train all missing runs, and store the raw result of each when it ends; returns the exit code."""
 
     def keep(job: PaperJob) -> str:
         found = collect(store, job.cell, tables)
-        write(tables, store)
+        store.save_rows()
         return found.metric.text(found.val if found.test is None else found.test)
 
     for job in jobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lion.config import ConfigError
 from lion.runs import SUMMARY
@@ -15,9 +15,7 @@ from tools.paper.tables import Cell, Table, cells
 from tools.store import Store
 
 
-def fine_tune(
-    tables: Mapping[str, Table], scale: str, store: Store, options: Sequence[str], keep: Callable[[], None]
-) -> int:
+def fine_tune(tables: Mapping[str, Table], scale: str, store: Store, options: Sequence[str]) -> int:
     """Fine-tune all finished runs that their tables ask for, and add the scores to their raw rows.
 
     Args:
@@ -25,7 +23,6 @@ def fine_tune(
         scale: Scale of the runs.
         store: The raw results.
         options: Options of `./run.sh glue`, such as `--jobs` and `data.path`.
-        keep: Function that writes the results; called after each run.
 
     Returns:
         0, the exit code of the first fine-tuning that failed, or 130 after an interrupt.
@@ -46,7 +43,7 @@ def fine_tune(
         if not ended:
             place, scores = (cell.key, cell.seed), read_scores(cell.run / "glue" / recipe / "results.json")
             store.add({**store.rows[place], "glue": {**scores_of(cell, store), recipe: scores}})
-            keep()
+            store.save_rows()
     return code
 
 

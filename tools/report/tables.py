@@ -33,7 +33,8 @@ def result_table(groups: Groups) -> Table:
     for name, runs in groups.items():
         tests = [run.test for run in runs if run.test is not None]
         speeds = [run.speed for run in runs if run.speed is not None]
-        row = [name, spread(tests if len(tests) == len(runs) else [], first.metric.number)]
+        some = f" (n = {len(tests)})" if 0 < len(tests) < len(runs) else ""
+        row = [name, spread(tests, first.metric.number) + some]
         row.append(spread([run.val for run in runs], first.metric.number))
         row += [spread([run.beside[i][1] for run in runs], metric.number) for i, metric in enumerate(beside)]
         row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
