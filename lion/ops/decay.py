@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +155,10 @@ def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Ten
 
     Without gradients the result reuses the memory of `log_decay`.
     """
-    log_decay = log_where(log_decay, *masks, factors=factors)
+    return exponential(log_where(log_decay, *masks, factors=factors))
+
+
+def exponential(log_decay: Tensor) -> Tensor:
     return log_decay.exp_() if reuses_memory() else log_decay.exp()
 
 
@@ -277,10 +280,20 @@ def pad_with_last(t: Tensor, padding: int) -> Tensor:
     return torch.where(known, F.pad(t, (0, 0, 0, padding)), t[..., -1:, :])
 
 
-def decay_mask(directions: tuple[Direction, ...], *args: Any, **kwargs: Any) -> Tensor:
-    """Return the mask M of Eq. 14 and 30 (b, H, .., L, L', D or 1); arguments as in `log_decay_mask`."""
-    log_mask = log_decay_mask(directions, *args, **kwargs)
-    return log_mask.exp_() if reuses_memory() else log_mask.exp()
+def decay_mask(
+    directions: tuple[Direction, ...],
+    include_diagonal: bool = True,
+    keys: slice = slice(None),
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L', D or 1), for all L' tokens or the first L as queries.
+
+    Args:
+        include_diagonal: Whether the diagonal is 1; otherwise it is 0.
+        keys: Columns to compute, by default all.
+        positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
+    """
+    return exponential(log_decay_mask(directions, include_diagonal, keys, positions))
 
 
 def log_decay_mask(
@@ -289,13 +302,7 @@ def log_decay_mask(
     keys: slice = slice(None),
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Return `log M` (b, H, .., L, L', D or 1) for all L' tokens or the first L as queries; -inf where M is 0.
-
-    Args:
-        include_diagonal: Whether the diagonal of M is 1; otherwise it is 0.
-        keys: Columns to compute, by default all.
-        positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
-    """
+    """Return the logarithm of `decay_mask`, -inf where the mask is 0."""
     queries, terms = directions[0].query.terms[0].shape[-2], directions[0].key.terms[0]
     if positions is None:
         positions = torch.arange(terms.shape[-2], device=terms.device, dtype=torch.int32)
@@ -303,8 +310,8 @@ def log_decay_mask(
     pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
     if len(directions) == 1:
         earlier = j > i if directions[0].reverse else j < i
-        log_mask, allowed = log_decay_between(*pairs[0]), earlier | (i == j) if include_diagonal else earlier
-        return log_where(at_most_0(log_mask), same_segment(*pairs[0]), allowed)
+        allowed = earlier | (i == j) if include_diagonal else earlier
+        return log_where(at_most_0(log_decay_between(*pairs[0])), same_segment(*pairs[0]), allowed)
     if len(pairs[0][0].terms) == 1:
         log_mask = joined_differences(i >= j, *(c.terms[0] for pair in pairs for c in pair))
     else:

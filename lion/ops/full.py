@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.arguments import round_up
-from lion.ops.decay import Direction, log_decay_mask, make_directions, pad_with_last
+from lion.ops.decay import Direction, exponential, log_decay_mask, make_directions, pad_with_last
 from lion.ops.inductor import decayed, hinting, inner_products, outer_sum
 from lion.ops.modes import is_static, reuses_memory
 from lion.ops.tokens import ScoreSettings, TokenBlock
@@ -27,9 +27,8 @@ def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], incl
     log_mask, scores = log_decay_mask(directions, include_diagonal).squeeze(-1), inner_products(q, k)
     if hinting():
         return decayed(scores, log_mask)
-    if reuses_memory():
-        return scores.to(log_mask.dtype).mul_(log_mask.exp_())
-    return scores * log_mask.exp()
+    mask, scores = exponential(log_mask), scores.to(log_mask.dtype)
+    return scores.mul_(mask) if reuses_memory() else scores * mask
 
 
 def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
