@@ -30,6 +30,11 @@ class InvalidPart(ConfigError):
     """The error for an invalid file in the place of a finished part; the other parts remain usable."""
 
 
+def worker_count(workers: int | None) -> int:
+    """Return the number of processes that prepare data: `data.workers`, by default one per core."""
+    return len(os.sched_getaffinity(0)) if workers is None else workers
+
+
 def beside(folder: Path) -> tuple[Path, Path]:
     """Return two paths beside `folder`: the folder of finished parts, and the folder in which they are assembled.
 

@@ -227,7 +227,10 @@ def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str 
     Returns:
         Metadata of the data, number of training samples, and a note on absent files, or None.
     """
-    source = open_data(replace(recipe, data=recipe.data.uncached()))
+    data = recipe.data.uncached()
+    if getattr(data, "download", False):
+        data = replace(data, download=False)
+    source = open_data(replace(recipe, data=data))
     known = source.published()
     if not look and known is not None:
         return *known, None

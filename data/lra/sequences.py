@@ -27,6 +27,7 @@ from data.lra.store import (
     read_manifest,
 )
 from data.manifest import FORMAT, fingerprint_of, short_hash
+from data.pool import worker_count
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Batch, DeviceDataset, Splits, moved
@@ -199,7 +200,7 @@ class SequenceSet(DataSet):
 
     def prepare(self) -> None:
         """Create the samples if they are missing."""
-        workers = self.config.workers or len(os.sched_getaffinity(0))
+        workers = worker_count(self.config.workers)
         prepare(self.folder, self.source, self.identity(), workers=workers)
 
     def manifest(self) -> dict[str, Any]:

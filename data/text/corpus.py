@@ -244,11 +244,13 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     rows = sorted(p for p in files if p.suffix == ".parquet")
     if rows and rows == sorted(files):
         return Table(path, None, "train", column, rows)
-    texts = sorted(p for p in files if p.suffix in (*JSON, *TEXT) or p == root)
+    texts = sorted(p for p in files if p.suffix in JSON or p.suffix.lower() in TEXT or p == root)
     texts = [p for p in texts if p not in rows]
     if not texts or rows:
         found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
         raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or only .parquet files")
+    if unread := sorted({p.suffix or p.name for p in files} - {p.suffix for p in texts}):
+        log.info("%s: files of other kinds are not read: %s", path, ", ".join(unread[:5]))
     return Files(texts, document=document, column=column)
 
 

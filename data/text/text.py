@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from data.base import DataConfig, data_root, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
+from data.pool import worker_count
 from data.text.corpus import BORDERS, Corpus, open_corpus
 from data.text.layouts import Packed, Padded, TokenLayout, Windows
 from data.text.prepare import prepare
@@ -139,7 +139,7 @@ class Text(KeepsTokenizer):
         config = self.config
         if self.made_before is not None:
             return
-        tail, count = config.split == "tail", config.workers or len(os.sched_getaffinity(0))
+        tail, count = config.split == "tail", worker_count(config.workers)
         try:
             prepare(self.folder, self.corpus, self.make_tokenizer, held_out=config.val_split, tail=tail, workers=count)
         except ConfigError as error:

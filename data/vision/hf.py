@@ -48,8 +48,9 @@ class HubPictures(Pictures):
         found = load_splits(config)
         names = list(found)
         train = pick(config, "train", config.train, names)
-        val = pick(config, "val", config.val, names) or next((n for n in VAL if n in names and n != train), None)
-        test = pick(config, "test", config.test, names) or next((n for n in TEST if n in names and n != train), None)
+        val, test = (pick(config, key, getattr(config, key), names) for key in ("val", "test"))
+        val = val or next((n for n in VAL if n in names and n not in (train, test)), None)
+        test = test or next((n for n in TEST if n in names and n not in (train, val)), None)
         columns = Columns(config, found[train])
         sources = []
         for key, name in (("train", train), ("val", val), ("test", test)):

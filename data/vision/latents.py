@@ -131,7 +131,10 @@ def read_flipped(root: Path, latents: np.ndarray) -> np.ndarray | None:
 
 def opened(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r")
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of arrays")
+        return array
     except (OSError, ValueError, EOFError) as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else "not a NumPy array"
         raise ConfigError(f"{path}: {why}; {HOW}") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionDataset
 
-from data.base import data_root, user_path
+from data.base import data_root, locked, user_path
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
@@ -33,9 +34,11 @@ class TorchvisionSet(Pictures):
     def build(self) -> Splits:
         config, source = self.config, self.source
         root = user_path(config.root) if config.root else data_root() / config.name
+        alone = locked(root.with_name(f".{root.name}.download.lock")) if config.download else contextlib.nullcontext()
         try:
-            train, test = (source(str(root), train=train, download=config.download) for train in (True, False))
-        except (RuntimeError, OSError) as error:
+            with alone:
+                train, test = (source(str(root), train=train, download=config.download) for train in (True, False))
+        except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
             folder = root / getattr(source, "base_folder", f"{source.__name__}/raw")
             raise ConfigError(

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -17,6 +18,7 @@ from torchvision.transforms import v2
 
 import data
 from data.base import DataConfig, DataSet, data_root
+from data.vision import torchvision_sets
 from data.vision.imagefolder import ClassFolders
 from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
 from data.vision.sources import split_indices
@@ -26,6 +28,7 @@ from lion.samples.images import ImageInfo, numbered
 from lion.tasks import TASKS
 from lion.tasks.image_classification import ImageClassification
 from tests.helpers import ROOT, picture, pictures, refuse, tiny_recipe
+from tools.compose import describe_data, resolve
 
 
 def test_digits_are_real_and_split_once():
@@ -395,12 +398,22 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
-def test_files_that_are_not_there(tmp_path, name):
+def test_files_that_are_not_there(tmp_path, monkeypatch, name):
     with pytest.raises(
         ConfigError,
         match=rf"data set '{name}': Dataset not found.* in {tmp_path}/.*(raw|py|python) .*data.download=true",
     ):
         make(name, root=str(tmp_path))
+    kind, calls = getattr(torchvision.datasets, name.upper().replace("FASHION_", "Fashion")), []
+    monkeypatch.setattr(kind, "download", lambda self: calls.append("download"))
+    own = f"data.name={name}", f"data.root={tmp_path}", "data.download=true"
+    assert "Dataset not found" in describe_data(resolve("cifar10_mini", own))[2] and not calls
+    monkeypatch.setattr(
+        torchvision_sets, "locked", lambda path: contextlib.nullcontext(calls.append(path.name.split(".")[-2:]))
+    )
+    with pytest.raises(ConfigError, match="Dataset not found"):
+        make(name, root=str(tmp_path), download=True)
+    assert calls == [["download", "lock"], "download"], "one process at a time"
     info, samples = published(name)
     assert samples in (50_000, 60_000) and len(info.classes) in (10, 100) and len(info.mean) == info.channels
 
@@ -459,6 +472,8 @@ def test_hf_parquet_with_splits_found(tmp_path):
     parquet(tmp_path / "validation.parquet", 4)
     splits = make("hf", path=str(tmp_path))
     assert [len(s) for s in splits[:3]] == [7, 4, 3]
+    splits = make("hf", path=str(tmp_path), val="test")
+    assert (len(splits.val), splits.test) == (3, None), "images that choose a checkpoint are no test"
     splits = make("hf", path=str(tmp_path / "train.parquet"), val_split=0.3)
     assert [len(s) for s in splits[:2]] == [5, 2]
 

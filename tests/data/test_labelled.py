@@ -212,8 +212,8 @@ def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
     assert built.info.classes == ("0", "1", "unknown") and len(built.train) + len(built.val) == len(rows)
     shares = [{"text": "x", "label": label} for label in (".25", "+1.5", "2.", "3") * 5]
     assert labelled(write(tmp_path / "shares.csv", shares)).build().train.labels.unique().tolist() == [0.25, 1.5, 2, 3]
-    coded = [{"text": "x", "label": label} for label in ("7", "007") * 20]
-    assert labelled(write(tmp_path / "coded.csv", coded)).build().info.classes == ("007", "7")
+    coded = [{"text": "x", "label": label} for label in ("7", "007", "9" * 5000) * 20]
+    assert labelled(write(tmp_path / "coded.csv", coded)).build().info.classes == ("007", "7", "9" * 5000)
     write(tmp_path / "train.csv", [{"text": "x", "label": f"{i}"} for i in [*range(11)] * 4])
     (tmp_path / "validation.jsonl").write_text('{"text": "x", "label": 10}\n')
     built = labelled(tmp_path).build()

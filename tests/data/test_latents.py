@@ -1,3 +1,4 @@
+import io
 import json
 
 import numpy as np
@@ -77,6 +78,8 @@ def test_what_is_not_such_a_folder(tmp_path):
 
     refused("not a manifest of latents", "latents.json", b"{}")
     refused("not a NumPy array", "train.npy", b"text")
+    np.savez(archive := io.BytesIO(), np.zeros(3))
+    refused("not a NumPy array", "train.npy", archive.getvalue())
     refused(r"expected floating point \(N, C, H, W\), got float64 \(3,\)", "val.npy", np.zeros(3))
     refused("3 channels are those of images", "train.npy", np.zeros((40, 3, 8, 8)))
     refused(r"expected 8 integers, got int64 \(2,\)", "val_labels.npy", np.zeros(2, dtype=int))

@@ -224,8 +224,9 @@ def test_every_document_is_read_once_however_the_corpus_is_cut(tmp_path, monkeyp
     monkeypatch.setattr(corpora, "BLOCK", 16)
     lines = [line if i % 3 else f"{line}\n" for i, line in enumerate(sentences(40))]  # a blank line after each third
     (tmp_path / "a.txt").write_text("\n".join(lines))
-    (tmp_path / "b.txt").write_text("the second file\nhas a few lines\n")
+    (tmp_path / "b.TXT").write_text("the second file\nhas a few lines\n")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "c.txt.gz").write_bytes(b"not read")
     corpus = corpora.open_corpus(str(tmp_path), document=document, column=None, subset=None, split="train")
     both = ["\n".join(lines), "the second file\nhas a few lines\n"]
     wanted = {"line": [x.split("\n") for x in both], "paragraph": [x.split("\n\n") for x in both], "file": [both]}
@@ -342,6 +343,7 @@ def test_a_token_file_holds_each_document_once_in_its_frame(tmp_path, tokenizer,
 def test_processes_change_nothing(tmp_path, monkeypatch):
     lines = sentences(400)
     monkeypatch.setattr(corpora, "SHARD", 2000)
+    assert [pool.worker_count(n) for n in (0, 3)] == [0, 3] and pool.worker_count(None) >= 1
     one, two = (lines_set(tmp_path, lines, root=str(tmp_path / str(n)), workers=n) for n in (1, 2))
     for source in (one, two):
         source.prepare()

@@ -14,7 +14,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
 from tests.helpers import here, refuse, tiny_recipe
-from tools.claims import CLAIM, QUESTION, verdicts
+from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
 from tools.report.paper import claims_about, published
@@ -73,6 +73,8 @@ def test_the_table_holds_what_the_runs_measured(runs):
     assert "paper" not in header, "no paper trains on these digits"
     some = result_table({"lion_s": [groups["lion_s"][1], groups["lion_s"][0]._replace(test=None)]})
     assert dict(zip(some[0], some[1][0]))["test top-1 %"] == "60.00 (n = 1)"
+    lost = groups["lion_s"][0]._replace(beside=[(metric, None) for metric, _ in groups["lion_s"][0].beside])
+    assert "val top-5 %" not in result_table({"lion_s": [lost]})[0], "no value was finite"
     assert by_name["softmax"]["parameters"] != row["parameters"]
     assert "val top-5 %" in header and "val loss" in header
 
@@ -135,6 +137,8 @@ def test_claims_compare_runs_of_one_seed(runs):
     assert comparisons(groups, ABOUT)[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
     groups = {name: [r._replace(test=r.test or 0.3) for r in some] for name, some in groups.items()}
     assert comparisons(groups, ABOUT)[0].found.mean == pytest.approx(25)
+    stuck = {**groups, "lion_s": [groups["lion_s"][0], groups["lion_s"][1]._replace(remark="stuck at chance")]}
+    assert [each.missing for each in comparisons(stuck, ABOUT)] == [INCOMPLETE] * 2
     assert not comparisons(group(of(runs, "softmax")), ABOUT)
     renamed = {f"{name} with positions": some for name, some in groups.items()}
     assert pairs_of(renamed, CLAIM) == [("lion_s with positions", "lion_s forward with positions")]
@@ -166,6 +170,10 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
     shutil.copytree(runs / "lion_s0", tmp_path / "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["kind"] == "val"
+    first = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "val")
+    lost = json.dumps({**json.loads(lines[first]), "top1": None, "loss": None})  # not finite
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines[:first], lost, *lines[first:]]))
+    assert load(str(tmp_path / "run")).curve == load(str(runs / "lion_s0")).curve
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[: len(lines) // 2]))
     with pytest.raises(ConfigError, match=r"run: stopped at step \d+, finish its training first"):
         load(str(tmp_path / "run"))

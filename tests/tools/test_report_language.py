@@ -137,13 +137,14 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
             for lr in (1e-5, 1e-4)  # the better one counts
             for i, x in enumerate(some)
         ]
-        path.write_text(json.dumps({"rows": rows}))
+        path.write_text(json.dumps({"rows": rows, "average_over": "tasks"}))
     header, rows = glue_table(groups)
     assert header == ["model", "fine-tuned as", "cola", "rte", "mean of 2", "n"]
     assert rows == [["lion_s packed", "m2_base", "25.00", "65.00", "45.00", "4"]]
     scores = {"mnli": [80.0], "rte": [50.0]}
     found = scores_table({("a", "m2_base"): [scores], ("a", "cramming"): [scores]})[1]
     assert [row[-2] for row in found] == ["65.00", "70.00, MNLI twice"]  # as its recipe counts numbers
+    assert scores_table({("a", "own"): [scores]}, {("a", "own"): "numbers"})[1][0][-2] == "70.00, MNLI twice"
     files[1].write_text(json.dumps({"rows": [{"task": "rte", "seed": 0, "lr": 1e-5, "score": 70.0}]}))
     ((*_, n),) = glue_table(groups)[1]
     assert n == "2-3"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from tools.jobs import Job as Run
 from tools.listing import recipe_path
 
 TABLE_8 = Path(__file__).parent / "tables"
+log = logging.getLogger("lion")
 FROM_MNLI = ("rte", "mrpc", "stsb")  # tasks that start from the run of mnli, by the caption of Table 8
 SEEDS = (19, 8364, 717, 10536, 90166)  # as in the YAML files of LION
 OWN = (
@@ -244,6 +246,9 @@ def make_jobs(
             jobs += [mnli(seed)] if rates == (None,) and task == "mnli" else [job(task, seed, after, r) for r in rates]
     for each in jobs:
         check_earlier(each)
+    for start in {job.after.folder: job.after for job in jobs if job.after and job.after not in jobs}.values():
+        if changed := differences(stored_recipe(start.folder), start.recipe):
+            log.warning("%s, from which tasks start, has other settings: %s", start.folder, "; ".join(changed))
     return jobs
 
 

@@ -116,7 +116,7 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
         "## The papers' scores, and their averages over all eight tasks",
         pipes(*paper, text=("size", "model", "recipe")),
     ]
-    store.save("\n\n".join(text) + "\n", average=average, recipe=name)
+    store.save("\n\n".join(text) + "\n", average=average, average_over=asked.average, recipe=name)
     tables = [table(HEADER, body), "\n".join(notes), *([] if grid is None else [table(*grid)]), table(*paper)]
     return "\n\n".join([who, *tables, store.files()])
 

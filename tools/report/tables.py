@@ -9,9 +9,9 @@ from pathlib import Path
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
-from tools.claims import CLAIM, QUESTION, Comparison, compare
+from tools.claims import CLAIM, INCOMPLETE, QUESTION, Comparison, compare
 from tools.finished import Run
-from tools.glue.scores import Scores, read_scores, scores_table
+from tools.glue.scores import Scores, read_average, read_scores, scores_table
 from tools.report.paper import Claims, published
 from tools.store import spread
 
@@ -36,7 +36,8 @@ def result_table(groups: Groups) -> Table:
         some = f" (n = {len(tests)})" if 0 < len(tests) < len(runs) else ""
         row = [name, spread(tests, first.metric.number) + some]
         row.append(spread([run.val for run in runs], first.metric.number))
-        row += [spread([run.beside[i][1] for run in runs], metric.number) for i, metric in enumerate(beside)]
+        for i, metric in enumerate(beside):  # the log has null for a value that was not finite
+            row.append(spread([x for run in runs if (x := run.beside[i][1]) is not None], metric.number))
         row += [str(len(runs)), f"{runs[0].parameters:,}", "-" if runs[0].seen is None else f"{runs[0].seen:,.0f}"]
         row.append(f"{statistics.median(speeds):,.0f}" if speeds else "-")
         rows.append([*row, published(runs[0].recipe)])
@@ -48,10 +49,14 @@ def result_table(groups: Groups) -> Table:
 def glue_table(groups: Groups) -> Table:
     """Return a table of the scores that `./run.sh glue` measured for runs (RUN/glue/RECIPE/results.json)."""
     found: dict[tuple[str, str], list[Scores]] = {}
+    averages: dict[tuple[str, str], str] = {}
     for name, runs in groups.items():
         for path in sorted(p for run in runs for p in run.folder.glob("glue/*/results.json")):
-            found.setdefault((name, path.parent.name), []).append(read_scores(path))
-    return scores_table(found)
+            row = name, path.parent.name
+            found.setdefault(row, []).append(read_scores(path))
+            if over := read_average(path):
+                averages[row] = over
+    return scores_table(found, averages)
 
 
 def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
@@ -64,7 +69,7 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
     """Compare the two rows of each claim of the papers and of each open question, if both rows have runs.
 
     A claim about rows `a` and `b` is one about `a with positions` and `b with positions`, too, and so on for every
-    ending that two rows share.
+    ending that two rows share. A row with a remarked run, such as one that is stuck at chance, is not judged.
     """
     metric, _, values = judge([run for some in groups.values() for run in some])
     shown = {
@@ -77,7 +82,8 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
         judged = {each.pair for each in found}  # a question of one table may be a claim by its ending
         there = dict.fromkeys(pair for pair in named if pair not in judged and all(shown.get(name) for name in pair))
         found += compare(kind, there, shown, metric, noise=noise)
-    return found
+    unfit = {name for name, runs in groups.items() if judge is own_metric and any(run.remark for run in runs)}
+    return [each._replace(missing=each.missing or INCOMPLETE * bool(unfit & {*each.pair})) for each in found]
 
 
 def noise_of(run: Run) -> str:
