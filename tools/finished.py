@@ -79,10 +79,10 @@ def load(name: str) -> Run:
         _, task, checkpoint = read_run(folder, "best")
         metric, *others = task.metrics
         unit = "step" if recipe.trainer.epochs is None else "epoch"
-        measured_at = [line for line in held_out if line[metric.name] is not None]
-        if not measured_at:
+        scored = [line for line in held_out if line[metric.name] is not None]
+        if not scored:
             raise ConfigError(f"{folder}: no validation has a finite {metric.name}")
-        curve = [(line[unit], line[metric.name]) for line in measured_at]
+        curve = [(line[unit], line[metric.name]) for line in scored]
         top = metric.best(value for _, value in curve)
         best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
         beside = [(m, best[m.name]) for m in others if not isinstance(m, MetricOfMeans)]

@@ -168,7 +168,7 @@ class LabelledSequences(DataSet):
         return info
 
     def sequences(self, rows: Iterator[Row], source: Any, info: LabelledTextInfo) -> Sequences:
-        """Tokenize the rows of a split, which `source` names in messages; rows with an empty text are counted there.
+        """Tokenize the rows of a split, which `source` names in messages; a warning counts rows with an empty text.
 
         Raises:
             ConfigError: There are no rows, or one of them is invalid.

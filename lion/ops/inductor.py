@@ -51,8 +51,8 @@ def outer_sum(k: Tensor, v: Tensor) -> Tensor:
 def decayed(scores: Tensor, log_mask: Tensor) -> Tensor:
     """Return `scores exp(log_mask)` (.., L, L') in the dtype of the scores.
 
-    Autograd would save the scores for the gradient of the mask; here it is computed from the result, which the product
-    with the values saves anyway.
+    Autograd would save the scores for the gradient of the mask. Here, `d log_mask = d result * result`, and the product
+    with the values saves the result anyway.
     """
     return _Decayed.apply(scores, log_mask)
 

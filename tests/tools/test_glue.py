@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from data.text.glue import TASKS
-from lion.config import ConfigError
-from lion.runs import SUMMARY, init_from, lock_run, open_run
+from lion.config import ConfigError, to_dict
+from lion.runs import RECIPE, SUMMARY, init_from, lock_run, open_run
 from tests.helpers import glue_folder, here, refuse
 from tools import __main__ as commands
 from tools import jobs as queue
@@ -153,7 +153,7 @@ def test_another_learning_rate_leaves_the_decay_of_a_step(run):
     assert [o.weight_decay for o in decays["rte"]] == [1e-6, 1e-6, 0.3]
 
 
-def test_starts_and_seeds(run):
+def test_starts_and_seeds(run, caplog):
     jobs = jobs_of(run, ["stsb", "rte", "mnli", "cola"], 2)
     starts = {job.name: job.recipe.init_from.rpartition("/")[2] for job in jobs}
     assert [*starts][:2] == ["mnli_seed19", "mnli_seed8364"]
@@ -167,6 +167,14 @@ def test_starts_and_seeds(run):
     assert alone[0].recipe.init_from == str(run[0]) and alone[0].after is None
     with pytest.raises(ConfigError, match=r"rte starts from the run of mnli \(Table 8\), which is missing: add"):
         jobs_of(run, ["rte"])
+    trial = jobs_of(run, ["mnli"], 1)[0].recipe
+    trial.trainer.epochs = 0.01
+    trial.folder.mkdir(parents=True)
+    (trial.folder / RECIPE).write_text(yaml.safe_dump(to_dict(trial)))
+    (trial.folder / SUMMARY).write_text("{}")
+    jobs_of(run, ["rte"], 1)
+    shutil.rmtree(trial.folder)
+    assert "mnli_seed19, from which tasks start, has other settings: trainer.epochs: 0.01 -> 2.0" in caplog.text
 
 
 def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
@@ -301,6 +309,7 @@ def test_the_table(trained):
     assert rows[0]["score"] == pytest.approx(50 * sum(both)) and not rows[0]["missing"]
     held = json.loads((folder / "results.json").read_text())
     assert held["average"] == pytest.approx((rows[0]["score"] + rows[1]["score"]) / 2) and held["rows"] == rows
+    assert held["average_over"] == "tasks"
     text = (folder / "results.md").read_text()
     for words in (
         "| mnli | accuracy + mismatched accuracy |",
