@@ -82,6 +82,10 @@ class DataSet(ABC):
         Most data sets need no preparation.
         """
 
+    def is_prepared(self) -> bool:
+        """Return whether the files that `prepare` creates exist; by default only if it creates none."""
+        return type(self).prepare is DataSet.prepare
+
     def keep(self, folder: Path) -> None:  # noqa: B027
         """Save in a run's folder what its inputs depend on (a tokenizer), because prepared data may be lost."""
 

@@ -174,7 +174,7 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
     """Prepare and build the data of a recipe.
 
     If several processes need the same data prepared, the first one prepares the data and the others wait. The processes
-    may belong to one run, to several runs, or to other commands.
+    may belong to one run, to several runs, or to other commands. Prepared data are only read, without a lock.
 
     Args:
         recipe: The recipe.
@@ -183,7 +183,7 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
     """
     source = open_data(recipe if cached else replace(recipe, data=recipe.data.uncached()), run)
     with hint_of_tokenizer(recipe.init_from):
-        if needs_preparing(source):
+        if not source.is_prepared():
             with locked(data_root() / f".{recipe.data.name}.lock"):
                 source.prepare()
         return source.build()

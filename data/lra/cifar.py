@@ -51,6 +51,9 @@ class CifarPixels(PixelSet):
     def held_out(self) -> dict[str, float]:
         return {"val": self.config.val_split} if self.config.val_split else {}
 
+    def is_prepared(self) -> bool:
+        return self.place.exists() and super().is_prepared()
+
     def prepare(self) -> None:
         if self.config.download and not self.config.path and not self.place.exists():
             self.stored()  # before the rest, because the folder's name depends on these files

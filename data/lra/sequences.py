@@ -198,6 +198,9 @@ class SequenceSet(DataSet):
         """Return the name of the folder of the samples with this identity."""
         return f"{self.config.name}-{short_hash({'name': self.config.name, 'format': FORMAT, 'of': identity})}"
 
+    def is_prepared(self) -> bool:
+        return self.folder.is_dir()
+
     def prepare(self) -> None:
         """Create the samples if they are missing."""
         workers = worker_count(self.config.workers)

@@ -146,6 +146,12 @@ class Text(KeepsTokenizer):
             own = f"; the tokenizer comes from {self.kept}" if self.own_tokenizer else ""
             raise ConfigError(f"{error}{own}") from None
 
+    def is_prepared(self) -> bool:
+        try:
+            return self.folder.is_dir()
+        except ConfigError:  # `prepare` raises it, too, with its reason
+            return False
+
     def check(self) -> str:
         """Read the whole token file and return a line that describes it.
 

@@ -30,6 +30,7 @@ from lion.config import ConfigError, build
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
 from tests.helpers import ROOT, command, here, refuse
+from tools import compose
 from tools.compose import resolve
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
@@ -349,6 +350,9 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
         source.prepare()
     assert (one.folder / "train.bin").read_bytes() == (two.folder / "train.bin").read_bytes()
     assert not list(two.folder.parent.glob("*.parts"))
+    monkeypatch.setattr(compose, "locked", lambda path: pytest.fail("prepared data are only read"))
+    made = resolve(recipe(tmp_path, path=str(tmp_path / "text.txt"), root=str(tmp_path / "1"), document="line"))
+    assert compose.build_data(made).fingerprint == one.build().fingerprint
 
 
 def test_the_tail_is_held_out_of_one_document(tmp_path):
