@@ -130,12 +130,12 @@ def time_products() -> None:
 
 
 def overlap_exchanges() -> None:
-    """Let Inductor wait for an exchange between processes only where its result is read, instead of at its start."""
+    """Let Inductor start an exchange between processes as early as possible, and wait where its result is read."""
     from torch._inductor import config
 
     if hasattr(config, "reorder_for_compute_comm_overlap_passes"):
         config.reorder_for_compute_comm_overlap = True
-        config.reorder_for_compute_comm_overlap_passes = ["sink_waits"]
+        config.reorder_for_compute_comm_overlap_passes = ["sink_waits", "raise_comms"]
 
 
 def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:

@@ -266,9 +266,9 @@ def generated(group) -> list[list[str]]:
 @pytest.mark.compiled
 @pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
 def test_compiled_exchanges_overlap_with_kernels():
-    """Check that the waits come after the kernels of the own tokens; Inductor alone waits at once in the backward."""
+    """Check that kernels of the own tokens run during an exchange; Inductor alone waits at once in the backward."""
     (codes,) = in_processes(1, generated)
-    least = (4, 5) if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else (4, 3)
+    least = (4, 9) if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else (4, 3)
     for calls, start, kernels in zip(codes, ("all_gather_into_tensor", "reduce_scatter_tensor"), least, strict=True):
         between = calls[calls.index(start) + 1 : calls.index("wait_tensor")]
         assert between.count(".") >= kernels, (start, calls)
