@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
@@ -70,6 +70,11 @@ def compare(
             made = made._replace(mean=-made.mean)
         found.append(Comparison(kind, (first, second), made, missing, unit))
     return found
+
+
+def not_judged(found: Iterable[Comparison], unfit: Collection[str]) -> list[Comparison]:
+    """Return the comparisons; those with a row in `unfit` are incomplete."""
+    return [each._replace(missing=each.missing or INCOMPLETE * bool({*unfit} & {*each.pair})) for each in found]
 
 
 def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = None) -> tuple[list[str], float]:

@@ -218,7 +218,8 @@ def metric_of(recipe: Recipe) -> Metric:
 def describe_data(recipe: Recipe, *, look: bool = True) -> tuple[Info, int, str | None]:
     """Describe the data of a recipe, with published numbers if the files are absent.
 
-    Data sets with published numbers are not prepared here, because preparation may take hours. Nothing is downloaded.
+    Data sets with published numbers are not prepared here, because preparation may take hours. `data.download` is
+    ignored.
 
     Args:
         recipe: The recipe.

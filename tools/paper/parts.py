@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
-from tools.claims import CLAIM, INCOMPLETE, QUESTION, Comparison, compare
+from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
 from tools.paper.results import Results, results_of
 from tools.paper.tables import SCALES, Cell, Table, cells
 from tools.statistics import Values
@@ -73,7 +73,7 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
         for each in compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
     ]
     unfit = {row for row, own in part.results.runs.items() if any(run["remark"] for run in own.values())}
-    return [each._replace(missing=each.missing or INCOMPLETE * bool(unfit & {*each.pair})) for each in found]
+    return not_judged(found, unfit)
 
 
 def pooled(part: Part, parts: Sequence[Part]) -> Values:

@@ -9,7 +9,7 @@ from pathlib import Path
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
-from tools.claims import CLAIM, INCOMPLETE, QUESTION, Comparison, compare
+from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
 from tools.finished import Run
 from tools.glue.scores import Scores, read_average, read_scores, scores_table
 from tools.report.paper import Claims, published
@@ -83,7 +83,7 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
         there = dict.fromkeys(pair for pair in named if pair not in judged and all(shown.get(name) for name in pair))
         found += compare(kind, there, shown, metric, noise=noise)
     unfit = {name for name, runs in groups.items() if judge is own_metric and any(run.remark for run in runs)}
-    return [each._replace(missing=each.missing or INCOMPLETE * bool(unfit & {*each.pair})) for each in found]
+    return not_judged(found, unfit)
 
 
 def noise_of(run: Run) -> str:
