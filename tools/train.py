@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from data.base import DataSet
-from lion.config import ConfigError
+from lion.config import ConfigError, changed, flatten
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
 from lion.ops import FORMS
-from lion.recipe import Recipe, differences, dump_recipe, free_keys
+from lion.recipe import Recipe, differences, dump_recipe, free_keys, load_recipe
 from lion.runs import (
     ENVIRONMENT,
     RECIPE,
@@ -39,6 +39,7 @@ from lion.samples.seeds import derive
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
+from lion.trainer.log import write_results
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import (
@@ -310,12 +311,12 @@ def check_same_recipe(recipe: Recipe) -> None:
                 f"{folder} holds checkpoints but no {RECIPE}: restore the file, or start anew with --fresh"
             )
         return
-    changed = differences(stored_recipe(folder), recipe)
-    if changed:
-        lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in changed)
+    other = differences(stored_recipe(folder), recipe)
+    if other:
+        lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in other)
         why = " (the learning rate of every step depends on the length, so the steps taken so far cannot be reused)"
         raise ConfigError(
-            f"{folder} holds a run of another recipe, differing in {'; '.join(changed)}{why * lengths}. "
+            f"{folder} holds a run of another recipe, differing in {'; '.join(other)}{why * lengths}. "
             f"Give this run another name with run.name=NAME, or start anew with --fresh"
         )
 
@@ -363,6 +364,9 @@ def summarise(folder: Path, form: str, runtime: Runtime) -> None:
         name = result["form"] if result["form"] not in forms else f"{result['form']}_{result['chunk_size']}"
         forms[name] = {k: v for k, v in result.items() if k not in ("form", *SHARED)}
     save_json(folder / SUMMARY, {**{k: first[k] for k in ("value", *SHARED)}, "forms": forms})
+    settings = flatten(changed(load_recipe(folder / RECIPE)))
+    settings = {k: v for k, v in settings.items() if v is not None and not k.startswith(("about.", "run."))}
+    write_results(folder, first["best_step"], {f"{first['split']}/{first['metric']}": first["value"]}, settings)
 
 
 def print_summary(recipe: Recipe) -> None:

@@ -158,6 +158,26 @@ class RunLog:
         threading.excepthook = self.hook
 
 
+def write_results(folder: Path, step: int, results: dict[str, float], settings: dict[str, Any]) -> None:
+    """Write results of a finished run to TensorBoard, as points and, with the settings, as a row of its HPARAMS table.
+
+    Args:
+        folder: Folder of the run.
+        step: Step of the evaluated weights.
+        results: Values by their names in TensorBoard, such as `test/top1`.
+        settings: Settings by their columns of the table; all but numbers are written as text.
+    """
+    from torch.utils.tensorboard import SummaryWriter  # slow to import
+    from torch.utils.tensorboard.summary import hparams
+
+    columns = {k: v if type(v) in (int, float) else str(v) for k, v in settings.items()}
+    with contextlib.closing(SummaryWriter(str(folder), filename_suffix=".results")) as board:
+        for part in hparams(columns, results):
+            board.file_writer.add_summary(part)
+        for name, value in results.items():
+            board.add_scalar(name, value, step)
+
+
 class NoLog:
     """A replacement of `RunLog` in every process but the first, which writes nothing."""
 

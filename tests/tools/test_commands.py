@@ -51,6 +51,8 @@ def quickstart(tmp_path_factory):
 
 @pytest.mark.slow
 def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     root, done = quickstart
     folder = root / "quickstart"
     names = {
@@ -69,6 +71,11 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     assert done.stderr.count("step/s") < 20  # of 192 steps: without a terminal, the progress bar is drawn rarely
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
+    events = EventAccumulator(str(folder)).Reload()
+    (point,) = events.Scalars("test/top1")
+    assert (point.step, point.value) == (summary["best_step"], pytest.approx(summary["value"]))
+    row = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    assert b"model.mixer" in row and b"data.name" in row and b"about." not in row
     graphs = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in x]
     if shutil.which("g++"):
         assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # one more graph for evaluation
