@@ -215,7 +215,7 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
 
 
 def check_settings(config: Any) -> None:
-    """Check types, choices and ranges of a dataclass that was constructed without `build`.
+    """Check types, choices and ranges of a dataclass that was constructed without `build`; lists become tuples.
 
     Raises:
         ValueError: A field is of another type, not one of its choices, or out of range.
@@ -225,7 +225,9 @@ def check_settings(config: Any) -> None:
         value = getattr(config, f.name)
         try:
             right = value if dataclasses.is_dataclass(value) else convert(hints[f.name], value, key=f.name, **where)
-            if right != value:  # text in place of a number, a list in place of a tuple
+            if isinstance(right, tuple) and isinstance(value, list):
+                setattr(config, f.name, right)
+            elif right != value:  # text in place of a number
                 raise ConfigError(f"{type(config).__name__}: {f.name}: expected {right!r}, got {value!r}")
             check_range(f, value, key=f.name, **where)
         except ConfigError as error:

@@ -15,7 +15,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.evaluation.choices import MultipleChoice, interval
-from lion.evaluation.forms import forms_to_measure, measure
+from lion.evaluation.forms import form_label, forms_to_measure, measure
 from lion.evaluation.questions import Choices, Question, encode, read_questions
 from lion.layers.mixers.base import forms_of
 from lion.runs import find_run, open_run
@@ -24,7 +24,6 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools.cli import choose_form, table
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
-from tools.probe import Variant
 
 
 def evaluate_choices(args: Namespace) -> int:
@@ -55,7 +54,7 @@ def evaluate_choices(args: Namespace) -> int:
     for form in forms:
         own = found[form]
         shown = [as_text(own["values"][metric.name], len(questions)) for metric in task.metrics]
-        body.append([str(Variant(*form)), *shown, f"{own['samples_per_second']:.0f}", f"{own['deviation']:.1e}"])
+        body.append([form_label(*form), *shown, f"{own['samples_per_second']:.0f}", f"{own['deviation']:.1e}"])
     print(table(["form", *(metric.heading for metric in task.metrics), "choices/s", "deviation"], body))
     how = f"batch {batch}, {recipe.trainer.precision}, {'compiled' if compiled else 'eager'}"
     print(f"{about(questions)}; 95 % intervals; {how}; deviation in nats")

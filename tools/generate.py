@@ -37,7 +37,7 @@ from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.trainer.compilation import compile_blocks, compile_steps
 from lion.trainer.runtime import catch_signals, start_runtime
-from tools.cli import Parser, count, number, run_command, say
+from tools.cli import Parser, check_folder, count, number, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
 from tools.cost import duration_text
 from tools.launch import Machines, launch
@@ -132,8 +132,8 @@ def check_request(args: Any) -> None:
     if not args.prompt and not there:
         missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "--prompt is missing"
         raise ConfigError(f"run.sh generate: {missing}")
-    if args.state is not None and not args.state.parent.is_dir():  # otherwise the state would be lost at the end
-        raise ConfigError(f"--state: no folder {args.state.parent}")
+    if args.state is not None:  # otherwise the state would be lost at the end
+        check_folder("--state", args.state.parent)
     if there and not args.state.is_file():
         raise ConfigError(f"--state: {args.state} is not a file")
     if args.prompt and there:
@@ -180,25 +180,30 @@ def write(
     several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
     begun = [len(row) for row in text.rows]
     first, *others = [Decoder(decode, row, resumed=not args.prompt) for row in text.rows]
+    made = text.generate(args.tokens, sampling, args.seed)
     show(f"[1] {prompts[0]}" if several else prompts[0])
     clock, stop = [time.perf_counter()], Stop()
     with catch_signals(stop, "stopping after this token"):
-        for tokens in text.generate(args.tokens, sampling, args.seed):
-            show(first.add(tokens[0]))
-            check_finite(text.logits, folder)
-            clock.append(time.perf_counter())
-            if stop.stopping:
-                break
+        try:
+            for tokens in made:
+                show(first.add(tokens[0]))
+                check_finite(text.logits, folder)
+                clock.append(time.perf_counter())
+                if stop.stopping:
+                    break
+        except RuntimeError:
+            if not stop.stopping:  # the same signal has stopped the C++ compiler
+                raise
     written = len(clock) - 1
     stored = args.state is not None
     show(first.end(stored) + "\n")
     for i, (prompt, own) in enumerate(zip(prompts[1:], others), 1):
         show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.end(stored)}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
-    each = [b - a for a, b in itertools.pairwise(clock[1:])]
-    some = f", then {1000 * statistics.median(each):.2f} ms per token" if each else ""
-    spent = f"the first in {duration_text(clock[1] - clock[0])}{some}"
-    say(f"mode {text.mode}: {written} tokens, {spent}; state {digits(kept / 2**20)} MiB")
+    each = [b - a for a, b in itertools.pairwise(clock)]
+    spent = f", the first in {duration_text(each[0])}" if each else ""
+    spent += f", then {1000 * statistics.median(each[1:]):.2f} ms per token" if each[1:] else ""
+    say(f"mode {text.mode}: {written} tokens{spent}; state {digits(kept / 2**20)} MiB")
     return written == args.tokens
 
 

@@ -23,7 +23,7 @@ import torch
 
 from data.text.layouts import TokenLayout
 from lion.config import ConfigError
-from lion.evaluation.forms import Form, forms_to_measure, measure
+from lion.evaluation.forms import Form, form_label, forms_to_measure, measure
 from lion.evaluation.lengths import HeldOut, Windows
 from lion.layers.mixers.base import forms_of
 from lion.runs import LoadedRun, find_run, open_run
@@ -33,7 +33,7 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools.cli import choose_form, say, table
 from tools.compose import build_data, check_data, resolve_run
-from tools.probe import Variant, device_name, stamp
+from tools.probe import device_name, stamp
 from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # default of tokens per chunk and per step
@@ -142,7 +142,7 @@ def title(row: Row) -> str:
 def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     body = []
     for r in sorted(rows, key=lambda r: r["length"]):  # forms stay in the order in which they were measured
-        about = [f"{r['length']:,}", str(Variant(r["form"], r["chunk_size"])), r["shown"]]
+        about = [f"{r['length']:,}", form_label(r["form"], r["chunk_size"]), r["shown"]]
         peak = "-" if r.get("peak_bytes") is None else digits(r["peak_bytes"] / 2**20)
         body.append([*about, *([digits(r["rate"]), peak, f"{r['deviation']:.0e}"] if "rate" in r else ["-"] * 3)])
     return ["tokens", "form", rows[0]["metric"], "tokens/s", "peak MiB", "deviation"], body
@@ -176,7 +176,7 @@ def curves(fig: Any, rows: list[Row]) -> None:
         for form in dict.fromkeys((r["form"], r["chunk_size"]) for r in rows):
             own = [r for r in rows if (r["form"], r["chunk_size"]) == form and "rate" in r]
             own.sort(key=lambda r: r["length"])
-            ax.plot([r["length"] for r in own], [value(r) for r in own], "o-", markersize=4, label=str(Variant(*form)))
+            ax.plot([r["length"] for r in own], [value(r) for r in own], "o-", markersize=4, label=form_label(*form))
         ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
         ticks = sorted({r["length"] for r in rows})
         ax.set(xscale="log", title=heading, xlabel="tokens")

@@ -33,7 +33,7 @@ SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Induct
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh predict", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("files", nargs="+")
+    parser.add_argument("files", nargs="+", metavar="FILE|SENTENCE")
     parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
     parser.add_argument(
         "--eager",

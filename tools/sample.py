@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     check_finite(x, folder)
     keep(out, x, args.count)
     each = f"{args.steps} steps, guidance {args.guidance:g}" + (f", form {args.form}" if args.form else "")
-    say(f"{len(x)} samples in {time.perf_counter() - started:.1f} s: {each}")
+    say(f"{len(x)} sample{'s' * (len(x) != 1)} in {time.perf_counter() - started:.1f} s: {each}")
     print(f"{out}, by row: {', '.join(loaded.task.info.classes[label] for label in classes)}")
     return 0
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
+
+from lion.ops.settings import choice, number
 
 Predict = Callable[[Tensor, Tensor], Tensor]  # noisy images (B, ..), times (B,) -> the noise in them
 
@@ -31,9 +34,14 @@ class Process:
     """The diffusion process `q(x_t | x_0) = N(sqrt(kept_t) x_0, 1 - kept_t)` for times t = 0 .. `count` - 1.
 
     `alphas_cumprod` (count,), float64, is the share of an image's variance that remains at each time.
+
+    Raises:
+        ValueError: An unknown schedule, or no times.
     """
 
     def __init__(self, schedule: str, count: int) -> None:
+        choice("schedule", schedule, tuple(SCHEDULES))
+        number("count", count, Integral, 1)
         self.count = count
         self.alphas_cumprod = torch.cumprod(1 - SCHEDULES[schedule](count), 0)
         self.copies: dict[torch.device, Tensor] = {}  # of `alphas_cumprod`, on the devices of the images
@@ -77,8 +85,11 @@ class Process:
             after_step: Function called after each step.
 
         Raises:
-            ValueError: There are fewer than `steps` times.
+            ValueError: There are fewer than `steps` times, or `eta` is not from 0 to 1, or needs `draw`.
         """
+        number("eta", eta, Real, 0, 1)
+        if eta and draw is None:
+            raise ValueError(f"draw: eta={eta} adds noise, pass a function that draws it")
         times = self.times(steps)
         for step, (now, then) in enumerate(zip(times, [*times[1:], None]), 1):
             alphas_cumprod = self.alphas_cumprod[now].item()

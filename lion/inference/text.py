@@ -124,7 +124,10 @@ class Continuation:
             ValueError: There are not enough position embeddings.
         """
         if self.mode != "attention":
-            check_room(self.model, self.rows, count)
+            check_room(self.model, self.rows, count)  # before the first token is asked for
+        return self._tokens(count, sampling, seed)
+
+    def _tokens(self, count: int, sampling: Sampling, seed: int) -> Iterator[list[int]]:
         for left in range(count, 0, -1):
             if not self.room:
                 self.room = min(ROOM, left)
@@ -138,13 +141,14 @@ class Continuation:
     @torch.inference_mode()
     def append(self, tokens: Tensor) -> None:
         """Append the next token (B,) to every row and update logits and state."""
-        for row, token in zip(self.rows, tokens.tolist()):
-            row.append(token)
+        chosen = tokens.tolist()
         if self.mode == "attention":
-            self.logits = recomputed(self.model, self.rows)
-            return
-        logits, self.state = self.model.step(tokens[:, None], self.state)
-        self.logits, self.room = logits[:, -1], max(0, self.room - 1)
+            self.logits = recomputed(self.model, [[*row, token] for row, token in zip(self.rows, chosen)])
+        else:
+            logits, self.state = self.model.step(tokens[:, None], self.state)
+            self.logits, self.room = logits[:, -1], max(0, self.room - 1)
+        for row, token in zip(self.rows, chosen):  # after the model has run: a failed step changes nothing
+            row.append(token)
 
 
 def generate(

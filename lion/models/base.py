@@ -133,7 +133,7 @@ class ImageClassifier(Model, Constants):
     The constructor of a subclass is `Kind(config, num_classes=.., **args)`, where `args` are the arguments above.
 
     Raises:
-        ValueError: `mean` or `std` has the wrong number of channels.
+        ValueError: `mean` or `std` has the wrong number of channels, or `std` is not above 0.
     """
 
     mean: Tensor
@@ -153,6 +153,8 @@ class ImageClassifier(Model, Constants):
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
                 raise ValueError(f"{name}: expected one number per channel, {channels}, got {list(values)}")
+        if min(std) <= 0:
+            raise ValueError(f"std: expected numbers above 0, got {list(std)}")
         self.hold(partial(statistics_of_pixels, channels, tuple(mean), tuple(std)))
 
     def scan_orders(self) -> dict[str, Tensor]:

@@ -163,7 +163,7 @@ class Bert(BertEncoder):
         """
         hidden = self.encode(tokens, segments, types)
         if places is not None:
-            hidden = hidden.take_along_dim(places[..., None], 1)  # (B, K, dim)
+            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))  # (B, K, dim)
         return self.logits(hidden)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -210,7 +210,12 @@ class Encoder(nn.Module):
         """Return the output of `forward` for the next tokens x (B, C, dim), and the states after them.
 
         `valid` (B, C) is False for padding.
+
+        Raises:
+            ValueError: Another number of states than that of the stages, or a state of another mixer.
         """
+        if len(states) != len(self.stages):
+            raise ValueError(f"state: expected {len(self.stages)} states of blocks, got {len(states)}")
         new = []
         for stage, state in zip(self.stages, states):
             x, state = stage.step(x, state, context=context, valid=valid)

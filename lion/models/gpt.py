@@ -14,7 +14,7 @@ from lion.config import setting
 from lion.layers.blocks.base import Dropout
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import AttentionConfig
-from lion.layers.mixers.base import state_type
+from lion.layers.mixers.base import check_state, state_type
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
@@ -175,6 +175,9 @@ class GPT(TokenModel):
         """Return logits (B, C, vocabulary) after each of the next tokens (B, C), and the state after them.
 
         A step beyond the position embeddings fails; `longest` is their number.
+
+        Raises:
+            ValueError: A state of another model, or of another number of sequences.
         """
         x, state = self.encode_next(inputs, state, valid)
         return self.logits(x), state
@@ -182,6 +185,7 @@ class GPT(TokenModel):
     def encode_next(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return the input of the head (B, C, dim) for the next tokens (B, C), and the state after them."""
         x = self.embed(inputs)
+        check_state(state, GPTState, x)
         layout = Layout.after(x, state.position, valid)
         x, blocks = self.encoder.step(self.embedded(x, layout), state.blocks, valid=valid)
         return x, GPTState(state.position + layout.count(x), blocks)

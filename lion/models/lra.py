@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,6 +26,7 @@ from lion.models.init import INITS
 from lion.models.positions import interpolated
 from lion.models.tokens import TokenModel
 from lion.ops.modes import may_wait
+from lion.ops.settings import number
 
 
 @dataclass
@@ -87,6 +89,9 @@ class SequenceEncoder(TokenModel):
         length: Number of tokens of the longest sample.
         vocabulary: Number of ids, which start at 0; None: the inputs are uint8 pixels.
         mean, std: Mean and standard deviation of pixels in [0, 1].
+
+    Raises:
+        ValueError: A number that is out of range.
     """
 
     Config = LRAConfig
@@ -96,6 +101,10 @@ class SequenceEncoder(TokenModel):
     ) -> None:
         super().__init__()
         self.config = c = config.resolved()
+        number("length", length, Integral, 1)
+        if vocabulary is not None:
+            number("vocabulary", vocabulary, Integral, 1)
+        number("std", std, Real, 1e-6)
         self.length, self.vocabulary, self.mean, self.std = length, vocabulary, mean, std
         self.tokens = nn.Linear(1, c.dim) if vocabulary is None else nn.Embedding(vocabulary, c.dim)
         self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None
@@ -199,12 +208,13 @@ class LRA(SequenceEncoder):
 
     Args:
         classes: Number of classes.
-        parts: Number of documents per sample, 2 for pairs.
+        parts: Number of documents per sample, 1, or 2 for pairs.
         config, sizes: See `SequenceEncoder`.
     """
 
     def __init__(self, config: LRAConfig, *, classes: int, parts: int = 1, **sizes: Any) -> None:
         super().__init__(config, **sizes)
+        number("parts", parts, Integral, 1, 2)
         dim, self.parts, self.length = config.dim, parts, parts * self.length
         self.head = (
             nn.Linear(dim, classes)

@@ -41,9 +41,9 @@ class TokenClassifier(SequenceEncoder):
 
     Config = TokenClassifierConfig
 
-    def __init__(self, config: TokenClassifierConfig, *, classes: int, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
-        self.tokens = SumOfEmbeddings(*self.tokens.weight.shape)
+    def __init__(self, config: TokenClassifierConfig, *, classes: int, vocabulary: int, **sizes: Any) -> None:
+        super().__init__(config, vocabulary=vocabulary, **sizes)
+        self.tokens = SumOfEmbeddings(vocabulary, config.dim)
         self.head = nn.Linear(config.dim, classes)
         self.start()
 

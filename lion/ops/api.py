@@ -33,7 +33,8 @@ def linear_attention(
 
     Args:
         q, k: Queries and keys (B, H, L, D). The feature map must be applied before the call, unless `feature_map` names
-            one. Gates on the keys must be multiplied into k before the call.
+            one. Gates on the keys are multiplied into the mapped keys before the call, which then has
+            `feature_map=None`.
         v: Values (B, H, L, E). Float16 is computed in float32, because its sums would overflow; bfloat16 is not.
         gates: `Gates` with decays, the vectors of a delta rule, a bonus, a rotation; or `log_decay` alone, a tensor.
             Its fields may also be passed by name.

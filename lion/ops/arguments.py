@@ -26,8 +26,8 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise RuntimeError("torch.jit.trace: the trace would be wrong at other lengths, use torch.export")
     if not torch.is_tensor(q) or q.dim() != 4 or not q.is_floating_point():
         raise mismatch("q", "floating point (B, H, L, D)", q)
-    if q.shape[2] == 0:
-        raise mismatch("q", "at least one token", q)
+    if q.shape[2] == 0 or q.shape[3] == 0:
+        raise mismatch("q", "at least one token and one dimension", q)
     if not torch.is_tensor(k) or k.shape != q.shape or k.dtype != q.dtype:
         raise mismatch("k", f"{q.dtype} {tuple(q.shape)}, as q", k)
     if not torch.is_tensor(v) or v.dim() != 4 or v.shape[:3] != q.shape[:3] or v.dtype != q.dtype:
@@ -202,17 +202,18 @@ def no_autocast(x: Tensor) -> torch.autocast:
 
 
 def check_values(gates: Gates, valid: Tensor | None) -> None:
-    """Check the values of log_decay and beta at valid tokens, except in a graph and on a GPU.
+    """Check the values of log_decay, beta and floor at valid tokens, except in a graph and on a GPU.
 
     There, the check would wait for the device. A NaN passes and reaches the outputs: a trainer skips steps whose loss
     is not finite. Positive logarithms that rounding explains pass, and count as 0.
 
     Raises:
-        ValueError: A log_decay above 0, or a beta outside [0, 2].
+        ValueError: A log_decay above 0, a beta outside [0, 2], or a floor of 0 or below.
     """
     for name, x, (least, most), expected in (
         ("log_decay", gates.log_decay, (-math.inf, 1e-3), "logarithms, at most 0 (the log() of decays from 0 to 1)"),
         ("beta", gates.beta, (0, 2), "values from 0 to 2"),
+        ("floor", gates.floor, (torch.finfo(torch.float32).tiny, math.inf), "values above 0"),
     ):
         if x is None or not may_wait(x.device) or not x.numel():
             continue

@@ -22,7 +22,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lion.ops.api import normalized
-from lion.ops.arguments import Gates, check_gates, check_tokens, expand_decay, no_autocast, sum_dtype, take_gates
+from lion.ops.arguments import (
+    Gates,
+    check_gates,
+    check_tokens,
+    check_values,
+    expand_decay,
+    no_autocast,
+    sum_dtype,
+    take_gates,
+)
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.full import add_diagonal
 from lion.ops.modes import transforms_active
@@ -62,7 +71,9 @@ def blockwise_attention(
             "blockwise_attention: takes neither the delta rule nor decays per key dimension, use form 'chunk'"
         )
     with no_autocast(q):
-        index, valid = prepared(q, valid, segments)
+        checked, (index, valid) = isinstance(segments, SegmentIndex), prepared(q, valid, segments)
+        if not checked:
+            check_values(gates, valid)
         wide = (x.to(sum_dtype(x)) for x in (q, k, v))
         tokens = TokenBlock(*wide, expand_decay(log_decay, q), valid, index, settings.feature_map).masked()
         q, k = rotate_each(angles, valid, *tokens[:2])

@@ -22,6 +22,7 @@ from lion.ops.arguments import (
     Gates,
     check_gates,
     check_tokens,
+    check_values,
     expand_decay,
     is_integer_tensor,
     mismatch,
@@ -77,8 +78,12 @@ def multi_scan_attention(
         raise ValueError(f"log_decays: expected one for each of {len(orders)} scans, got {len(log_decays)}")
     if may_wait(orders.device) and (orders.sort(1).values != torch.arange(length)).any():
         raise ValueError(f"orders: expected permutations of 0 .. {length - 1}")
+    orders = orders.long()
     for log_decay in log_decays:
+        if log_decay is None:
+            raise ValueError("log_decays: without decay, all orders have the same scores; use linear_attention")
         check_gates(q, Gates(log_decay), settings)
+        check_values(Gates(log_decay), valid)
 
     q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
     settings = replace(settings, feature_map=None)

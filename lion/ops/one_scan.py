@@ -49,7 +49,8 @@ def one_scan_attention(
         angles: Rotation of q and the normalised k, as in `linear_attention`.
         valid, segments: Masks, as in `linear_attention`.
         form: "full", "chunk", "rnn" or "auto"; all compute the same function.
-        chunk_size: Tokens that "chunk" and "rnn" process at once, at least 1.
+        chunk_size: Tokens that "rnn" processes at once, at least 1. "chunk" processes several times as many at once,
+            and all of them if there are gradients. With segments, "full" and "chunk" have chunks of this size.
 
     Returns:
         Outputs (B, H, L, E) in the dtype of `v`.

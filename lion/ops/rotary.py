@@ -18,7 +18,12 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
     The angles broadcast to (B, H, L, D/2) and may be parameters. The result has the dtype of `x`. Pass large angles in
     float64, where one more full turn changes nothing.
+
+    Raises:
+        ValueError: An odd D, or angles for another number of pairs than D/2.
     """
+    if angles.shape[-1] * 2 != x.shape[-1]:
+        raise ValueError(f"angles: expected one for each pair of {x.shape[-1]} dimensions, got {angles.shape[-1]}")
     wide = torch.promote_types(x.dtype, torch.float32)
     real, imaginary = x.to(wide).chunk(2, -1)
     angles = angles.to(torch.promote_types(angles.dtype, wide))
@@ -61,5 +66,7 @@ def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:
 def rope_frequencies(
     dim: int, base: float = 10_000.0, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the frequencies `base^(-2p / D)` of the D/2 pairs of one axis, (1, D/2)."""
+    """Return the frequencies `base^(-2p / D)` of the D/2 pairs of one axis, (1, D/2), for an even D = `dim`."""
+    if dim % 2:
+        raise ValueError(f"dim: rotation acts on pairs of dimensions, got an odd {dim}")
     return base ** -(torch.arange(0, dim, 2, device=device, dtype=dtype) / dim)[None]

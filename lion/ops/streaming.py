@@ -54,7 +54,8 @@ def step(
             here, and are refused by name.
 
     Returns:
-        Outputs (B, H, C, E) in the dtype of `v`, and the new state.
+        Outputs (B, H, C, E) in the dtype of `v`, and the new state, which with gradients keeps the graph of all tokens
+        before it.
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,41 +57,80 @@ def chunk_vector_parts(
         numerator, total = v, vector_row_sums(q, k, log_decay, index, how)
 
     leaving = []
-    if count > 1 or entering:
-        sides = sides_of(q, k, lambdas(log_decay), how.decay_convention, how.direction)
-        before, after = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
-        from_start, to_end = (exp_where(x, factors=FACTORS) for x in (before, after))  # decays to the chunk's ends
-        inclusive, exclusive = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks
-        scans = []  # queries, keys, cumulative decays of each edge and of the previous one, reverse
-        for name, (early, late) in sides.items():
-            early, late = early * to_end, late * from_start
-            if name == "forward":
-                scans.append((late, early, inclusive, exclusive, False))
-            else:
-                negated = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
-                scans.append((early, late, *negated, True))
-        for (reads, write, edge, previous, reverse), state in zip_longest(scans, entering):
-            edge_index = None
-            if index is not None:
-                edge_index = (index[..., 0] if reverse else index[..., -1])[:, None, :, None]  # (B, 1, N, 1)
-                write = write.masked_fill(index[:, None, ..., None] != edge_index[..., None], 0)
-            edge, start, end = CumulativeDecay(edge, edge_index), None, None
-            if state is not None:
-                ends = (slice(-1, None), slice(0, 1)) if reverse else (slice(0, 1), slice(-1, None))
-                start = CumulativeDecay(tuple(t[..., ends[0], :] for t in previous), None).in_segment(state.segment)
-                end = edge.map(lambda t, last=ends[1]: t[..., last, :])
-            previous = CumulativeDecay(previous, chunk.previous_edge(edge, reverse, start).segment_index)
-            if index is not None:
-                reads = reads.masked_fill(index[:, None, ..., None] != previous.segment_index[..., None], 0)
-            edges = chunk.ChunkEdges(edge, previous, reverse, start, end)
-            S, S_leaving = chunk.carry(outer_sum(write.to(v.dtype), v), edges, state and state.S)
-            numerator = numerator + reads.to(v.dtype) @ S.to(v.dtype)  # S (B, H, N, D, E)
-            if how.rowsum or state:
-                z, z_leaving = chunk.carry(write.sum(3)[..., None], edges, state and state.z[..., None])
-                total = total + (reads * z.mT).sum(-1) if how.rowsum else None  # z (B, H, N, D, 1)
-                leaving.append(state and State(S_leaving, z_leaving.squeeze(-1)))
+    scans = chunk_scans(q, k, log_decay, how) if count > 1 or entering else ()
+    for scan, state in zip_longest(scans, entering):
+        more, row, state = between_chunks(scan, v, index, how, state)
+        numerator = numerator + more
+        total = total + row if how.rowsum else None
+        leaving.append(state)
+        del more  # free this memory before the next direction
     numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
     return numerator, total.flatten(2, 3)[..., :length] if how.rowsum else None, leaving
+
+
+class ChunkScan(NamedTuple):
+    """One direction of a scan over chunks of tokens (B, H, N, C, D).
+
+    Attributes:
+        query: Queries, decayed from the edge of the chunk before theirs.
+        key: Keys, decayed to the edge of their chunk.
+        edge: Terms of the cumulative decay at the edge of each chunk, (b, H, N, D).
+        previous: Terms of the cumulative decay at the edge before each edge, along the scan.
+        reverse: Whether the scan goes from right to left.
+    """
+
+    query: Tensor
+    key: Tensor
+    edge: tuple[Tensor, ...]
+    previous: tuple[Tensor, ...]
+    reverse: bool
+
+
+def chunk_scans(q: Tensor, k: Tensor, log_decay: Tensor, how: ScoreSettings) -> list[ChunkScan]:
+    """Return the scans of all directions over chunks of tokens (B, H, N, C, D)."""
+    before, after = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
+    from_start, to_end = (exp_where(x, factors=FACTORS) for x in (before, after))  # decays to the chunk's ends
+    inclusive, exclusive = prefix_sums(log_decay.sum(-2))  # (b, H, N, D), of whole chunks
+    scans = []
+    for name, (early, late) in sides_of(q, k, lambdas(log_decay), how.decay_convention, how.direction).items():
+        early, late = early * to_end, late * from_start
+        if name == "forward":
+            scans.append(ChunkScan(late, early, inclusive, exclusive, False))
+        else:
+            edge, previous = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
+            scans.append(ChunkScan(early, late, edge, previous, True))
+    return scans
+
+
+def between_chunks(
+    scan: ChunkScan, v: Tensor, index: Tensor | None, how: ScoreSettings, entering: EnteringState | None
+) -> tuple[Tensor, Tensor | None, State | None]:
+    """Compute the contribution of the states that enter chunks from one side, and the state that leaves the last chunk.
+
+    Arguments are the values (B, H, N, C, E) and the segments (B, N, C), or None. This is a separate function so that
+    its intermediate results are freed on return.
+    """
+    read, write, edge, previous, reverse = scan
+    edge_index, start, end = None, None, None
+    if index is not None:
+        edge_index = (index[..., 0] if reverse else index[..., -1])[:, None, :, None]  # (B, 1, N, 1)
+        write = write.masked_fill(index[:, None, ..., None] != edge_index[..., None], 0)
+    edge = CumulativeDecay(edge, edge_index)
+    if entering is not None:
+        first, last = (slice(-1, None), slice(0, 1)) if reverse else (slice(0, 1), slice(-1, None))
+        start = CumulativeDecay(tuple(t[..., first, :] for t in previous), None).in_segment(entering.segment)
+        end = edge.map(lambda t: t[..., last, :])
+    previous = CumulativeDecay(previous, chunk.previous_edge(edge, reverse, start).segment_index)
+    if index is not None:
+        read = read.masked_fill(index[:, None, ..., None] != previous.segment_index[..., None], 0)
+    edges = chunk.ChunkEdges(edge, previous, reverse, start, end)
+    S, S_leaving = chunk.carry(outer_sum(write.to(v.dtype), v), edges, entering and entering.S)
+    more, row, leaving = read.to(v.dtype) @ S.to(v.dtype), None, None  # S (B, H, N, D, E)
+    if how.rowsum or entering:
+        z, z_leaving = chunk.carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])
+        row = (read * z.mT).sum(-1) if how.rowsum else None  # z (B, H, N, D, 1)
+        leaving = entering and State(S_leaving, z_leaving.squeeze(-1))
+    return more, row, leaving
 
 
 def exclusive_sum(x: Tensor) -> Tensor:

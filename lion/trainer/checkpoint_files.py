@@ -166,7 +166,8 @@ def newest(
                 return None
             reasons = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
             raise ConfigError(
-                f"{run}: no {kind!r} checkpoint can be used ({reasons}); --fresh starts a new run and keeps this folder"
+                f"{run}: no {kind!r} checkpoint can be used ({reasons}); training with --fresh starts a new run and "
+                "keeps this folder"
             )
 
 

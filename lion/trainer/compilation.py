@@ -141,13 +141,14 @@ def overlap_exchanges() -> None:
 def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
     """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
 
-    Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens. A growing
-    cache must reserve memory for that, see `lion.layers.mixers.softmax.reserve`.
+    Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens; after a
+    prompt of one token, a growing cache needs two more, because a graph takes a size of 1 as a constant. A growing
+    cache must reserve memory, see `lion.layers.mixers.softmax.reserve`.
     """
     if not can_compile(backend):
         return False
     for unit in model.units():
-        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True, dynamic=False)
+        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True)
     return True
 
 

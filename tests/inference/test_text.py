@@ -70,14 +70,26 @@ def test_draws_depend_on_seed_row_and_place():
     assert rows != generated(model, "rnn", sampling=Sampling(), seed=1, prompts=[[1], [1]])
 
 
-def test_what_is_generated_in_parts_is_what_it_would_have_been():
-    for mixer in (SOFTMAX, "lion_s"):
-        model = gpt(mixer)
-        text = Continuation.of(model, streaming_mode(model), PROMPTS)
-        for count in (3, 7, 10):
-            for _ in text.generate(count, Sampling(0.7), 5):
-                pass
-        assert text.rows == generated(model, streaming_mode(model), sampling=Sampling(0.7), seed=5)
+@pytest.mark.parametrize(("mixer", "mode"), [("lion_s", "attention"), (SOFTMAX, "kv"), ("lion_s", "rnn")])
+def test_what_is_generated_in_parts_and_after_errors_is_what_it_would_have_been(mixer, mode, monkeypatch):
+    model, failing = gpt(mixer), False
+    text, name = Continuation.of(model, mode, PROMPTS), "encode" if mode == "attention" else "step"
+    compute = getattr(model, name)
+
+    def fails(*given, **named):
+        if failing:
+            raise RuntimeError("out of memory")
+        return compute(*given, **named)
+
+    monkeypatch.setattr(model, name, fails)
+    for count in (3, 7, 10):
+        for _ in text.generate(count, Sampling(0.7), 5):
+            pass
+        failing = True
+        with pytest.raises(RuntimeError, match="out of memory"):  # changes nothing
+            next(text.generate(count, Sampling(0.7), 5))
+        failing = False
+    assert text.rows == generated(model, mode, sampling=Sampling(0.7), seed=5)
 
 
 def test_the_state_of_rnn_mode_does_not_grow():
@@ -223,6 +235,17 @@ def test_one_graph_serves_all_blocks_and_tokens(mixer):
     assert compile_steps(model, counter)
     assert generated(model, streaming_mode(model)) == expected
     assert counter.frame_count == 1
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("mixer", [SOFTMAX, "fox", "lion_s"])
+def test_few_graphs_go_on_after_a_prompt_of_one_token(mixer):
+    torch._dynamo.reset()
+    expected = generated(gpt(mixer).double(), streaming_mode(gpt(mixer)), 36, prompts=[[7]])
+    model, counter = gpt(mixer).double(), CompileCounterWithBackend("aot_eager")
+    assert compile_steps(model, counter)
+    assert generated(model, streaming_mode(model), 36, prompts=[[7]]) == expected  # more tokens than graphs allowed
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.compiled

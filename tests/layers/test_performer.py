@@ -90,7 +90,7 @@ def test_features_are_saved_and_drawn_from_the_seed():
 
 def test_settings():
     assert PerformerConfig(features=7).label() == "7 features" and not PerformerConfig().label()
-    for wrong in ({"feature_map": "elu1"}, {"rotation": "rope"}, {"normalize": "none"}):
+    for wrong in ({"feature_map": "elu1"}, {"rotation": "rope"}, {"normalize": "none"}, {"decay_convention": "source"}):
         name, value = next(iter(wrong.items()))
         with pytest.raises(ValueError, match=f"{name} '{value}': mixer 'performer' has random features, use"):
             LionAttention(DIM, HEADS, "performer", **wrong)

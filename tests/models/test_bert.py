@@ -72,6 +72,9 @@ def test_the_head_reads_the_places_that_are_asked_for(mixer):
     assert model.tokens.weight.shape == (*model.head.bias.shape, 12) == (64, 12) and whole.shape[-1] == VOCABULARY
     found = model(tokens, places=places)
     torch.testing.assert_close(found, whole[torch.arange(2)[:, None], places], rtol=0, atol=1e-12)
+    for place in (9, -1):  # never the logits of another token
+        with pytest.raises((RuntimeError, IndexError)):
+            model(tokens, places=torch.full((2, 1), place))
 
 
 def test_conventions_of_the_mixers():

@@ -276,3 +276,5 @@ def test_a_causal_model_streams_as_a_whole():
     y, state = model.prefill(x[:, :5])
     rest, _ = model.step(x[:, 5:], saved(state))
     torch.testing.assert_close(torch.cat([y, rest], 1), model(x), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="state: expected 2 states of blocks, got 1"):
+        model.encoder.step(x, state[:1])

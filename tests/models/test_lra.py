@@ -103,6 +103,9 @@ def test_inputs_of_another_shape_are_refused():
     for made, wrong in ((pairs, (4, 9)), (pairs, (4, 3, 9)), (single, (4, 2, 9)), (single, (9,))):
         with pytest.raises(ValueError, match=r"inputs: expected \(B, .*L\), got"):
             made(torch.zeros(wrong, dtype=torch.long))
+    for wrong in (dict(parts=3), dict(parts=0), dict(std=0.0), dict(length=0), dict(vocabulary=0)):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected"):
+            LRA(config(), **dict(classes=2, length=LENGTH) | wrong)
 
 
 def test_pixels_are_normalised():

@@ -109,6 +109,8 @@ def test_what_it_refuses():
             ValueError, match="blockwise_attention: takes neither the delta rule nor decays per key dimension"
         ):
             blockwise_attention(q, k, v, gates, normalize="none")
+    with pytest.raises(ValueError, match="log_decay: expected logarithms, at most 0"):
+        blockwise_attention(q, k, v, -log_decay[..., 0], normalize="none", feature_map=None)
     for name in ("form", "dropout_p", "scan_merge"):
         with pytest.raises(ValueError, match=f"{name}: not a setting here"):
             blockwise_attention(q, k, v, normalize="none", **{name: "full"})

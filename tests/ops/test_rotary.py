@@ -182,6 +182,9 @@ def test_rotate():
     assert torch.equal(rotate(x, torch.zeros(5, 3)), x)
     one = rotate(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[torch.pi / 2]]))  # from the first axis to the second
     assert_close(one, torch.tensor([[[[0.0, 1.0]]]]), 1e-6)
+    for dim, pairs in ((3, 1), (6, 1), (6, 6)):
+        with pytest.raises(ValueError, match=f"angles: expected one for each pair of {dim} dimensions, got {pairs}"):
+            rotate(torch.rand(1, 1, 5, dim), torch.zeros(5, pairs))
 
 
 @pytest.mark.parametrize("axes", (1, 2, 3))
@@ -258,6 +261,8 @@ def test_rope_frequencies():
     assert_close(rope_frequencies(4, base=100.0), exact, 1e-6)
     assert_close(rope_frequencies(4, base=100.0, dtype=torch.float64), exact, 1e-15)
     assert rope_frequencies(4, device="meta").is_meta
+    with pytest.raises(ValueError, match=r"dim: .* got an odd 5"):
+        rope_frequencies(5)
 
 
 def test_learned_frequencies_get_gradients_through_the_operator():

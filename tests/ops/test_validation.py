@@ -143,6 +143,9 @@ def test_no_tokens():
     empty = torch.rand(B, H, 0, D)
     with pytest.raises(ValueError, match=r"^q: .*at least one token"):
         linear_attention(empty, empty, torch.rand(B, H, 0, E), feature_map=None)
+    empty = torch.rand(B, H, L, 0)
+    with pytest.raises(ValueError, match=r"^q: .*one dimension"):
+        linear_attention(empty, empty, torch.rand(B, H, L, E), feature_map=None)
 
 
 @pytest.mark.parametrize("bad", BAD_CHOICES, ids=str)
@@ -257,6 +260,10 @@ def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
     assert torch.equal(
         almost, linear_attention(*inputs._replace(log_decay=torch.zeros_like(lam)), form=form, feature_map="elu1")
     )
+    for floor in (0.0, -1.0):
+        with pytest.raises(ValueError, match=f"^floor: expected values above 0, got {floor:.4g}"):
+            given = dict(floor=torch.full((2, 3, 9), floor), normalize="max", form=form, feature_map="elu1")
+            linear_attention(*inputs, **given)
     if decay != "D":
         valid = torch.arange(9).expand(len(lam), -1) < 6
         unknown = lam.clone()

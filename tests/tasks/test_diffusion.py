@@ -98,6 +98,11 @@ def test_fresh_noise_keeps_the_distribution():
 def test_too_many_steps_are_refused():
     with pytest.raises(ValueError, match="steps: expected 1 to 10, got 11"):
         Process("linear", 10).times(11)
+    for wrong, line in (({"eta": 2.0}, "eta: expected 0 to 1"), ({"eta": 0.5}, "draw: eta=0.5 adds noise")):
+        with pytest.raises(ValueError, match=line):
+            Process("linear", 10).denoise(lambda x, t: x, torch.zeros(1, 1), steps=2, **wrong)
+    with pytest.raises(ValueError, match="schedule: expected one of cosine, linear, got 'x'"):
+        Process("x", 10)
     with pytest.raises(ValueError, match=r"shown_steps: expected at most task\.steps=10, got 50"):
         DiffusionConfig(steps=10)
 

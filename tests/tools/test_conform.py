@@ -225,6 +225,7 @@ def test_attention_of_transformers(implementation):
         ([f"{LAYERS}:Attention", "--adapter", LAYERS], f"--adapter: {LAYERS} defines no function or class `adapt`"),
         ([f"{LAYERS}:Attention", "--dim", "9"], "forward fails with tokens (1, 8, 9) RuntimeError"),
         ([f"{LAYERS}:Attention", "--json", "none/x.json"], "--json: no folder none"),
+        ([f"{LAYERS}:Attention", "--json", "tests"], "--json: tests is a folder"),
         ([f"{LAYERS}:Attention", "--casual"], "unknown option --casual: did you mean '--causal'?"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -256,7 +256,10 @@ def test_gpts_generate_and_are_given_back_with_their_tokenizer(tokenizers, tmp_p
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     ids = model.generate(**auto("To be", return_tensors="pt"), max_new_tokens=3, do_sample=False)
-    assert auto.decode(ids[0]) == text and auto.eos_token == "<|endoftext|>"
+    assert auto.decode(ids[0]) == text and auto.eos_token == auto.pad_token == "<|endoftext|>"
+    batch = auto(["To be", "To be, or not"], padding=True, return_tensors="pt")  # padded before the prompts
+    ids = model.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=auto.pad_token_id)
+    assert auto.decode(ids[0], skip_special_tokens=True) == text
 
 
 def test_cased_vocabularies_stay_cased(tmp_path):

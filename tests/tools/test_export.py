@@ -310,6 +310,8 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
         return refuse(capsys, "export", folder / "runs" / name, *args)
 
     assert "expected a name that ends with .onnx" in line("text", tmp_path / "a.pt2", "--format", "onnx")
+    for suffix, fits in ((".onnx", "onnx"), (".pt2", "pt2 or aoti")):
+        assert f"writes a folder; add --format {fits}" in line("text", tmp_path / f"a{suffix}")
     assert "its inputs have one size" in line("images", tmp_path / "a.pt2", "--format", "pt2", "--length", 3)
     assert "its model has 32 position embeddings, got 33" in line(
         "softmax", tmp_path / "a.pt2", "--format", "pt2", "--length", 33

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from data.text.tokenizers import make_tokenizer
 from lion.config import ConfigError
+from lion.inference.text import Continuation
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
@@ -312,19 +313,27 @@ def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path
     assert first + text_of(capsys, run, *asked, "--tokens", 7)[0] == whole
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monkeypatch, number):
+def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monkeypatch, number, compiling):
+    """Send a signal after the fourth token or during the fifth, whose compilation then fails."""
     run, state = runs["lion_s"], tmp_path / "state.pt"
-    asked, shown, show = ["--seed", 1, "--state", state], [], generate.show
+    asked, calls, place = ["--seed", 1, "--state", state], [], Continuation if compiling else generate
+    name = "append" if compiling else "show"
     whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
 
-    def stopping(text):
-        shown.append(text)
-        show(text)
-        if len(shown) == 5:  # the prompt and four tokens
+    work = getattr(place, name)
+
+    def stopping(*given):
+        calls.append(given)
+        if compiling and len(calls) == 5:
+            os.kill(os.getpid(), number)
+            raise RuntimeError("the C++ compiler was stopped")
+        work(*given)
+        if not compiling and len(calls) == 5:  # the prompt and four tokens
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(generate, "show", stopping)
+    monkeypatch.setattr(place, name, stopping)
     assert here("generate", run, *asked, "--prompt", "the cat", "--tokens", 12) == 130
     monkeypatch.undo()
     first = capsys.readouterr()

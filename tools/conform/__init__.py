@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lion.config import ConfigError
 from lion.files import save_json
 from tools.cli import Parser, check_folder, count
 from tools.conform.report import as_json, as_text
@@ -30,6 +31,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.json:
         check_folder("--json", args.json.parent)
+        if args.json.is_dir():
+            raise ConfigError(f"--json: {args.json} is a folder")
     subject = open_subject(args.layer, args.init, dim=args.dim, causal=args.causal, adapter=args.adapter)
     names = [name for name in CHECKS if not (args.eager and name == COMPILE)]
     results = examine(subject, names)

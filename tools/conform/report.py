@@ -46,7 +46,7 @@ def extent(result: Result) -> str:
     elif counted:
         size = f"{counted}: {value}"
     else:
-        size = f"largest difference {100 * value:.2g} %"
+        size = f"largest difference {100 * value:{'.2g' if value < 1 else ',.0f'}} %"
     return f"{size} ({result.worst.where})"
 
 

@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--{name}: not for --format {args.format}")
     if not args.out.name.endswith(form.suffix):
         raise ConfigError(f"{args.out}: expected a name that ends with {form.suffix}")
+    if not form.suffix and (fits := [name for name, other in FORMATS.items() if args.out.suffix == other.suffix != ""]):
+        raise ConfigError(f"{args.out}: --format {args.format} writes a folder; add --format {' or '.join(fits)}")
     if os.path.lexists(args.out):
         raise ConfigError(f"{args.out}: exists already, choose a new {'file' if form.suffix else 'folder'}")
     module = importlib.import_module(form.module)

@@ -62,11 +62,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
     """Write a tokenizer in the format of transformers."""
-    inner, described = transformers.dressed(tokenizer, prompts=model.streams)
-    types = ["token_type_ids"] if getattr(model, "types", None) is not None else []
-    described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
-    described |= {} if model.longest is None else {"model_max_length": model.longest}
-    described |= {"padding_side": "left"} if model.streams else {}  # prompts end where the continuation begins
+    inner, described = transformers.dressed(tokenizer, model, types=getattr(model, "types", None) is not None)
     inner.save(str(folder / "tokenizer.json"))
     save_json(folder / "tokenizer_config.json", described)
 

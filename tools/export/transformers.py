@@ -65,10 +65,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         config = converter.config(run.model, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{run.folder}: {error}") from None
-    inner, described = dressed(tokenizer, prompts=run.model.streams)
-    kinds = ["token_type_ids"] if config.get("type_vocab_size", 1) > 1 else []
-    described |= {"model_input_names": ["input_ids", *kinds, "attention_mask"]}
-    described |= {"model_max_length": run.model.longest}
+    inner, described = dressed(tokenizer, run.model, types=config.get("type_vocab_size", 1) > 1)
     with written(out) as folder:
         folder.mkdir()
         write(weights, folder / FOLDER[0], metadata={"format": "pt"})
@@ -80,12 +77,14 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     return f"{config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids"
 
 
-def dressed(tokenizer: Tokenizer, *, prompts: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Return the tokenizer in the format of transformers, and its configuration.
+def dressed(tokenizer: Tokenizer, model: Any, *, types: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a model in the format of transformers, and its configuration.
 
-    There, special tokens are recognized in text, and are added around text, except around `prompts`, which a causal
-    model continues. The configuration holds the roles of special tokens.
+    There, special tokens are recognized in text, and are added around text, except around prompts, which a causal model
+    continues. Padding stands before prompts, so that they end where the continuation begins; without a token for it, it
+    has the id of the end. The configuration holds the roles of special tokens; `types` are ids of token types.
     """
+    prompts = model.streams
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
@@ -99,5 +98,10 @@ def dressed(tokenizer: Tokenizer, *, prompts: bool) -> tuple[tokenizers.Tokenize
         inner.post_processor = processors.TemplateProcessing(
             single=single, pair=f"{single} $B:1 {sep}:1", special_tokens=ids
         )
-    roles = {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
-    return inner, {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    described |= {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
+    described |= {"model_input_names": ["input_ids", *["token_type_ids"] * types, "attention_mask"]}
+    described |= {} if model.longest is None else {"model_max_length": model.longest}
+    if prompts:
+        described |= {"padding_side": "left", "pad_token": words.get("pad", words.get("end"))}
+    return inner, {name: value for name, value in described.items() if value is not None}

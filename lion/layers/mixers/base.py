@@ -121,7 +121,8 @@ class Mixer(nn.Module):
     def step(self, x: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Mix the next tokens x (B, C, dim). Return the output, as of `forward` over all tokens, and the new state.
 
-        `valid` (B, C) is False for padding, which does not change the state.
+        `valid` (B, C) is False for padding, which does not change the state. Outside of `torch.inference_mode` or
+        `torch.no_grad`, a state keeps the graph of all tokens before it.
         """
         raise NotImplementedError
 
@@ -129,9 +130,11 @@ class Mixer(nn.Module):
         """Run in another form from now on; weights are unchanged.
 
         Raises:
-            ValueError: The mixer does not have this form.
+            ValueError: The mixer does not have this form, or a chunk size below 1.
         """
         self.check_form(form)
+        if chunk_size is not None:
+            check_chunk_size(chunk_size)
 
     def check_form(self, form: str) -> None:
         """Check that this mixer has the form.

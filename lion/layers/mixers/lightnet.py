@@ -116,8 +116,11 @@ class LightNetAttention(LionAttention):
             raise ValueError(
                 "share: direction 'both' has no decay, so share=false needs direction 'forward' or 'backward'"
             )
-        if config.normalize not in (None, "none"):
-            raise ValueError(f"normalize {config.normalize!r}: mixer {name!r} has normalised keys, use 'none'")
+        for field, usual in (("normalize", "none"), ("decay_convention", "target")):
+            if getattr(config, field) not in (None, usual):
+                raise ValueError(
+                    f"{field} {getattr(config, field)!r}: mixer {name!r} has normalised keys, use {usual!r}"
+                )
         if config.score_dropout:
             raise ValueError(f"score_dropout is not available with mixer {name!r}, which computes no scores")
         return LionAttention.resolve(name, config)

@@ -28,7 +28,6 @@ from lion.ops import (
     FORMS,
     Settings,
     State,
-    includes_query_decay,
     linear_attention,
     multi_scan_attention,
     prefill,
@@ -185,6 +184,9 @@ class LionAttention(Attention):
         if config.decay_temperature is not None and not (entry.decay and entry.decay.tempered):
             fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.tempered)
             raise ValueError(f"decay_temperature: not available with mixer {name!r}, only with {fits}")
+        conventions = (None, entry.decay_convention, entry.causal_decay_convention)
+        if entry.decay is None and config.decay_convention not in conventions:
+            raise ValueError(f"decay_convention {config.decay_convention!r}: mixer {name!r} has no decay")
         if config.score_dropout and config.form in ("chunk", "rnn"):
             raise ValueError(
                 f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
@@ -249,7 +251,7 @@ class LionAttention(Attention):
             raise ValueError("scans: a stream has one order, in which its tokens arrive")
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
-        super().set_form(form)
+        super().set_form(form, chunk_size)
         self.form = form
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
@@ -307,8 +309,6 @@ class LionAttention(Attention):
         if gating.value_gate is not None:
             v = fold(v, gating.value_gate)
         gates = gating.gates._replace(angles=self.angles(x, layout, gating.gates.angles))
-        if not includes_query_decay(c.decay_convention, c.direction):
-            gates = gates._replace(prefix=None)  # these are the sums of a different mask
         settings = dict(normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
         settings["undecayed_erase"] = m.undecayed_erase
         return dict(q=q, k=gating.k, v=v, gates=gates, feature_map=feature_map, **settings), gating.state

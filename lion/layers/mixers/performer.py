@@ -68,7 +68,8 @@ class PerformerAttention(LionAttention):
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> PerformerConfig:
-        for field, usual in (("feature_map", "identity"), ("rotation", NO_ROTATION), ("normalize", "sum")):
+        taken = {"feature_map": "identity", "rotation": NO_ROTATION, "normalize": "sum", "decay_convention": "target"}
+        for field, usual in taken.items():
             if getattr(config, field) not in (None, usual):
                 raise ValueError(
                     f"{field} {getattr(config, field)!r}: mixer {name!r} has random features, use {usual!r}"
@@ -97,7 +98,7 @@ class PerformerAttention(LionAttention):
             c, earlier, state = self.stabilisers(largest.clamp_min(0), layout, *state)
             keys = (keys - (c + LOWEST)[..., None]).exp().to(v.dtype) * self.count**-0.5
             log_decay = None if earlier is None else (earlier - c).to(q.dtype)
-        settings = dict(normalize="sum", decay_convention=self.config.decay_convention, scale=None, eps=EPS)
+        settings = dict(normalize="sum", decay_convention="target", scale=None, eps=EPS)
         given = dict(q=queries.to(v.dtype), k=keys, v=v, gates=Gates(log_decay), feature_map=None, **settings)
         return given, (state,)
 

@@ -94,7 +94,7 @@ class StateSpaceMixer(Mixer):
             raise ValueError(f"direction: only 'forward' streams, this layer has {self.config.direction!r}")
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
-        super().set_form(form)
+        super().set_form(form, chunk_size)
         self.form = form
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
 
