@@ -69,7 +69,7 @@ class RunConfig:
 class Recipe:
     """A complete description of a run.
 
-    `imports` names Python modules that are imported first, because they register mixers of your own.
+    `imports` names Python modules that are imported first; they register mixers, data sets or models of your own.
     """
 
     task: Any

@@ -92,7 +92,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--form", choices=(*FORMS, "all"), default="all", help="form of the final evaluation (default: all)"
     )
-    parser.add_argument("--processes", type=count, help="processes on this machine (default: one per visible GPU)")
+    parser.add_argument(
+        "--processes", type=count, help="processes on this machine (default: as many visible GPUs as divide the batch)"
+    )
     parser.add_argument("--nodes", type=count, default=1, help="machines, each of which gets the same command")
     parser.add_argument("--head", metavar="HOST:PORT", help="one of these machines, and a free port of it")
     parser.add_argument("--restarts", type=count, default=0, help="restarts after a process or a machine has died")

@@ -37,7 +37,7 @@ def evaluate_run(
 
     Args:
         loaded: The run (`lion.runs.open_run`); one model serves all forms.
-        splits: The data; their `info` should be that of the run.
+        splits: The data, a `lion.samples.base.Splits`; their `info` should be that of the run.
         form: A form, or "all".
         chunk_size: Tokens per chunk or step.
         split: "val" or "test"; default "test", or "val" without a test split.

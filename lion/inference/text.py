@@ -166,8 +166,8 @@ def generate(
         model: Causal model in evaluation mode (`lion.load`).
         prompts: Token ids of each prompt, of any lengths; lists, or integer tensors.
         count: Number of new tokens.
-        mode: One of `MODES`; by default the mode that streams, "rnn" or, for softmax, "kv".
-        sampling: Temperature, `top_k` and `top_p`.
+        mode: "attention", "kv" or "rnn"; by default the mode that streams, "rnn" or, for softmax, "kv".
+        sampling: A `lion.inference.text.Sampling`, with `temperature`, `top_k` and `top_p`.
         seed: Seed of the draws.
 
     Raises:

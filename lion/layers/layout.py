@@ -189,7 +189,7 @@ class Layout(NamedTuple):
         return self._replace(**{PAIRS[direction]: pairs})
 
     def readable(self, direction: str) -> Tensor | None:
-        """Return the mask (B, 1, L, L) of keys that each query may attend to; None if there is none."""
+        """Return the mask (B, 1, L, L) of keys that each query may attend to; None without padding and segments."""
         return getattr(self, PAIRS[direction])
 
 

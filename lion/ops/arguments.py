@@ -39,7 +39,8 @@ class Gates(NamedTuple):
 
     Attributes:
         log_decay: Logarithms log lambda <= 0. None (Lion-lit), (H,) (Lion-D) or (B, H, L) (Lion-S); with one lambda for
-            each key dimension, (H, D) or (B, H, L, D). Values above 0 count as 0, because a lambda is at most 1.
+            each key dimension, (H, D) or (B, H, L, D). Logarithms above 0 count as 0, because a lambda is at most 1;
+            above 1e-3 they raise an error, where values are checked (see `beta`).
         beta: Writing strengths (B, H, L) of the delta rule (see `lion.ops.delta`), in [0, 1], or in [0, 2] for negative
             eigenvalues. Other values raise an error, except in a graph, on a GPU and with prepared masks, where they
             are not checked. The keys should have norm 1. Requires `normalize="none"`; decays take the convention

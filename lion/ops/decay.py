@@ -235,7 +235,7 @@ def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, excl
 
 
 def includes_query_decay(decay_convention: str, direction: str) -> bool:
-    """Return whether M_ij along a scan includes the decay of the query's token i, and not that of the key's token j."""
+    """Return whether M_ij along a scan includes the decay of query i in place of that of key j."""
     return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
 
 

@@ -66,7 +66,7 @@ def multi_scan_attention(
 
     Raises:
         ValueError: An argument of the wrong shape, dtype or name; on a CPU outside of graphs also orders that are not
-            permutations.
+            permutations, and logarithms above 0.
     """
     check_tokens(q, k, v)
     settings = with_fields(settings, fields)

@@ -71,7 +71,7 @@ class Settings:
             "max" divides by `max(|c|, 1)` (xLSTM), where c includes `scale` and both directions are added up first.
             "pre" divides by the sum without decay, taken before the mask (appendix B.1-B.3). "none" does not divide.
             "max" and "none" take `scale`.
-        decay_convention: Tokens whose decays count between two tokens: "source", "target", "symmetric" or "between".
+        decay_convention: Convention for the decays that M_ij multiplies: "source", "target", "symmetric" or "between".
             `lion.ops.decay` shows the masks.
         feature_map: Map phi that is applied to q and k, an entry of `lion.ops.features.FEATURE_MAPS`, or None if q and
             k have been mapped already. Required under "sum" and "pre": a row of signed scores can sum to nearly zero,

@@ -66,10 +66,10 @@ def split_one_scan_attention(
 
 
 def log_sum_outside(k: Tensor, segments: SegmentIndex | None, part: Part, reverse: bool) -> Tensor:
-    """Return the logarithm of the sum of `exp(k)` over earlier parts, (B, H, D), for keys k (B, H, L, D) of this part.
+    """Return `log sum exp(k)` (B, H, D) over tokens of earlier parts, for keys k (B, H, L, D) of this part.
 
-    The sum is over the tokens in the sequence of the first token; with `reverse`, over later parts and that of the last
-    token. It is minus infinity without such tokens.
+    These tokens are in the sequence of this part's first token; with `reverse`, they are of later parts, in the
+    sequence of its last token. Without such tokens, the result is minus infinity.
     """
     index, valid = prepared(k, None, part.numbered(segments))
     ends = (None, None) if index is None else (index == index[:, :1], index == index[:, -1:])

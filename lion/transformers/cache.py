@@ -36,7 +36,7 @@ class LionCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return [False], so that `generate` omits tokens that the cache has read; with an empty list it would not."""
+        """Return [False]: `generate` then passes only tokens that the cache has not read."""
         return [False]
 
     @property

@@ -50,7 +50,7 @@ class BertTokenClassifier(BertEncoder):
 
 
 class LionForSequenceClassification(LionTextModel):
-    """A classifier of sequences: of the first token in a BERT, of the last one in a GPT, of their mean in the LRA."""
+    """A classifier of sequences, which reads the first token of a BERT, the last of a GPT, the mean of an LRA model."""
 
     names: ClassVar[dict[str, str]] = {
         **dict.fromkeys(BERT, "bert_classifier"),

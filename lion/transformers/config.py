@@ -104,7 +104,7 @@ class LionConfig(PreTrainedConfig):
         """Return the settings of the model that the class `whose` builds.
 
         Args:
-            names: By `model.name` of the section: the name of the model that the class builds from it. Where the two
+            names: Map from `model.name` of the section to the name of the model that the class builds. Where the two
                 differ, as in a classifier that starts from a masked language model, the section takes the new name, and
                 loses the settings that only the other model has.
 

@@ -28,11 +28,11 @@ FIGURES = Path(__file__).parent / "figures_of_papers.yaml"
 LEGEND = f"""\
 A claim is a pair of rows that a paper prints in one order, by their metric on the same data, at all sizes and in all
 tables in which both stand. The rows differ in one part, or one of them is a baseline (softmax, Hydra, Vim), or a
-sentence of the text compares them. No pair that differs in one setting or has a baseline is left out. A question is a
-pair of which one row is a control of ours, or which the papers print in opposite orders; each is listed once, also
-where several tables ask it, and not where a claim has the same runs. Claims of two tables about the same runs are
-listed twice, and count once in the correction. "Paper" is the difference of the paper's values in the first column that
-has both rows. "Parameters" is the first row's number divided by the second's.
+sentence of the text compares them. All pairs that differ in one setting or have a baseline are listed. A question is a
+pair with a control of ours, or one that the papers print in opposite orders; each is listed once, and not at all if a
+claim has the same runs. Claims of two tables about the same runs are listed twice, and count once in the correction.
+"Paper" is the difference of the paper's values in the first column that has both rows. "Parameters" is the first row's
+number divided by the second's.
 
 Values are means over seeds ± half of the 95 % interval of the mean (Student's t), or [lowest, highest] where that
 interval would go beyond 0 or 100 %, and in brackets the number of seeds. The papers' columns are as printed. A table
@@ -75,8 +75,8 @@ stand in several tables have the seeds of all of them. After first runs, recall 
 rows), and `recall-start`, the temperatures and `readout-cifar10` were added as questions."""
 HOW = """\
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
-A row is bound to its runs by a hash of all settings that are not default. Where the runs of a table have several data
-sets, those on the most frequent one count.
+A row is bound to its runs by a hash of all settings that are not default. If the runs of a table
+used several data sets, only those on the most frequent one count.
 `./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
 
 
@@ -119,7 +119,9 @@ def opening(parts: Sequence[Part]) -> str:
     return (
         f"Small runs, of {least} to {most} million parameters on small data sets, in place of the papers': they test\n"
         "the orders of the papers' rows, and not their values. Written by `./run.sh paper`; raw results of every\n"
-        "run: `paper.json`."
+        'run: `paper.json`. "Here" is the difference of the means of two rows ± half of its 95 % interval, and\n'
+        '"smallest visible" the smallest true difference that the runs would have shown\n'
+        "([how to read this page](#how-to-read-this-page))."
     )
 
 
@@ -129,8 +131,8 @@ def correction(count: int, level: float) -> str:
     return (
         f"The page counts {count} different comparisons, and a further one would need p < {level:.0e}. With that\n"
         f"limit, three paired seeds show a difference of two standard deviations in {three} of all cases, five in\n"
-        f"{five}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables of three pairs decide larger\n"
-        "differences alone. Where a whole frame estimates the noise, three seeds show more."
+        f"{five}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables with three pairs decide only\n"
+        "larger differences. Three seeds show more where all rows of several tables estimate the noise together."
     )
 
 

@@ -42,8 +42,8 @@ class AttentionConfig:
     directions and "target" in a single direction, as in the paper (`lion.ops.decay`). The same weights then make
     different masks. An explicit `decay_convention` holds in every direction.
 
-    `decay_temperature` T changes the decays of Lion-D and Lion-S to `lambda^(1/T)`. With `lambda = sigmoid(0)` at the
-    start of training, half of a token's weight is left after T tokens; the paper has T = 1, GLA 16.
+    `decay_temperature` T changes the decays of Lion-D and Lion-S to `lambda^(1/T)`. With `lambda = 0.5` at the
+    start of training, a token's weight halves every T tokens. The recipes of LION have T = 1; GLA has 16.
 
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).

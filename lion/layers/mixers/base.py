@@ -37,7 +37,7 @@ class MixerInfo(NamedTuple):
 
 
 class Mixer(nn.Module):
-    """A module that mixes the tokens of a sequence. A new kind is one file with its `FAMILY`.
+    """Base class of layers that mix the tokens of a sequence. A new family is one file with its table `FAMILY`.
 
     The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `MIXERS`.
 
@@ -50,7 +50,7 @@ class Mixer(nn.Module):
 
     @property
     def unrolled(self) -> bool:
-        """Return whether an exported graph unrolls a loop over tokens, so that it has one length."""
+        """Return whether export unrolls a loop over tokens; the exported graph then has a fixed length."""
         return False
 
     @staticmethod
@@ -97,7 +97,7 @@ class Mixer(nn.Module):
         raise ValueError(f"mixer: {type(self).__name__} does not split rows over processes")
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
-        """Return the layout of tokens x (B, L, dim), with the fields added that every layer of this mixer shares."""
+        """Add to the layout of tokens x (B, L, dim) the fields that all layers of this mixer share; return it."""
         return layout
 
     @property

@@ -37,19 +37,19 @@ class Gating(NamedTuple):
 
 
 class Decay(nn.Module):
-    """A module (x, k, layout, state) -> `Gating` for tokens x (B, L, dim) with keys k (B, H, L, D).
+    """Base class of decays, which compute the `Gating` of tokens x (B, L, dim) with keys k (B, H, L, D).
 
     Most decays have no state. A decay with a state (a running maximum, a running sum) starts from `initial_state` and
     returns the state after these tokens; with several segments, the state after the last segment. If `reverse` is set,
     the decay scans tokens from right to left.
 
     Attributes:
-        per: Name of what has a lambda of its own, for the list of mixers.
+        per: Unit that has its own lambda, as the list of mixers prints it ("a token and head").
         delta: Whether the gates are those of a delta rule, with or without a decay.
         value_gates: Whether each value dimension has a gate, so that values are as wide as keys.
         scans: Whether several scans can share q, k and v, because only `log_decay` is computed.
-        temperature: T, by which `forward` divides the log decays of `gating`: it takes the roots `lambda^(1/T)`.
-        tempered: Whether a setting of the layer sets the temperature.
+        temperature: T; `forward` divides the log decays of `gating` by T, `lambda^(1/T)`.
+        tempered: Whether the setting `decay_temperature` of the layer sets `temperature`.
     """
 
     per = "a token and head"

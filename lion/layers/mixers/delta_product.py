@@ -152,7 +152,7 @@ class DeltaProductAttention(DeltaAttention):
         return {**inputs, **{name: turned(inputs[name]) for name in "qkv"}, "gates": gates._replace(**turn)}, segments
 
     def own(self, inputs: dict[str, Any]) -> Tensor:
-        """Return what each token reads of its own steps, (B, H, L, E): both directions include it."""
+        """Return the outputs (B, H, L, E) of each token from its own steps, which both directions include."""
         n, gates = self.config.householders, inputs["gates"]
         q, k, v, beta = (x.unflatten(2, (-1, n)).unbind(3) for x in (*map(inputs.get, "qkv"), gates.beta[..., None]))
         read, y = q[-1].to(gates.beta.dtype), 0

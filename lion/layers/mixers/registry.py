@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """A mixer: the class of its layer, and the fields that the class reads (`LinearMixer` for linear mixers)."""
+    """An entry of `MIXERS`: the class of the layer, and its parts (a `LinearMixer` for linear mixers)."""
 
     layer: type[Mixer]
     fields: Any = None
