@@ -6,10 +6,13 @@ import re
 import sys
 
 import pytest
+import torch
 
+import lion
 import lion.runs
 from data import DATASETS
 from lion.layers.mixers import LINEAR, MIXERS
+from lion.models import MODELS
 from tests.helpers import ROOT, here, refuse, tiny_recipe
 from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.report import Report
@@ -317,3 +320,27 @@ def test_the_readme_has_the_times_of_the_gpu():
         f"with Lion-lit takes {ratios['lion_lit']} of softmax's time, with Lion-D {ratios['lion_d']} and with Lion-S "
         f"{ratios['lion_s']}; without a mixer {ratios['without a mixer']}" in recipes
     )
+
+
+@pytest.mark.slow
+def test_a_model_and_a_data_set_of_ones_own(tmp_path, monkeypatch):
+    """Train with the modules and the recipe that two READMEs show."""
+    pytest.importorskip("sklearn")
+    for file in ("recipes/README.md", "data/README.md"):
+        for kind, code in re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / file).read_text(), re.S):
+            if name := re.match(r"# ((?:my_\w+|rows)\.\w+)", code):
+                (tmp_path / name[1]).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    short = [f"run.root={tmp_path}", "trainer.compile=false", "trainer.epochs=1", "trainer.device=cpu"]
+    try:
+        assert here("train", tmp_path / "rows.yaml", *short) == 0
+        assert lion.load(tmp_path / "rows", compile=False)(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape == (2, 10)
+        assert here("train", "quickstart", "imports=[my_data]", "data={name: blocks}", "model.depth=1", *short) == 0
+    finally:
+        for table, name in (
+            (MODELS, "rows"),
+            (DATASETS, "blocks"),
+            (sys.modules, "my_model"),
+            (sys.modules, "my_data"),
+        ):
+            table.pop(name, None)
