@@ -327,7 +327,7 @@ def test_a_model_and_a_data_set_of_ones_own(tmp_path, monkeypatch):
     """Train with the modules and the recipe that two READMEs show."""
     pytest.importorskip("sklearn")
     for file in ("recipes/README.md", "data/README.md"):
-        for kind, code in re.findall(r"```(python|yaml)\n(.*?)```", (ROOT / file).read_text(), re.S):
+        for code in re.findall(r"```(?:python|yaml)\n(.*?)```", (ROOT / file).read_text(), re.S):
             if name := re.match(r"# ((?:my_\w+|rows)\.\w+)", code):
                 (tmp_path / name[1]).write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
