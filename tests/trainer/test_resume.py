@@ -189,7 +189,8 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(tmp_path, caplog):
         shutil.rmtree(checkpoint(tmp_path / "c", step))
     before = steps_of(tmp_path / "c", "last")
     with pytest.raises(
-        ConfigError, match=r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* 'next' is missing\); --f"
+        ConfigError,
+        match=r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* 'next' is missing\); training with --f",
     ):
         train(path, tmp_path / "c")
     assert steps_of(tmp_path / "c", "last") == before
