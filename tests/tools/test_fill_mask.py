@@ -59,7 +59,7 @@ def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, mon
     assert here("predict", run, "a [MASK] b", "a[MASK] b", "--top", 3) == 0
     _, _, blank, none = capsys.readouterr().out.splitlines()
     assert blank.split()[3:] == none.split()[2:]
-    exported = dressed(Tokenizer("bytes", inner), open_run(run).model, types=False)[0].get_added_tokens_decoder()
+    exported = dressed(Tokenizer("bytes", inner), open_run(run).model)[0].get_added_tokens_decoder()
     assert {token.content: token.lstrip for token in exported.values()}["[MASK]"]
 
 

@@ -62,7 +62,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
     """Write a tokenizer in the format of transformers."""
-    inner, described = transformers.dressed(tokenizer, model, types=getattr(model, "types", None) is not None)
+    inner, described = transformers.dressed(tokenizer, model)
     inner.save(str(folder / "tokenizer.json"))
     save_json(folder / "tokenizer_config.json", described)
 

@@ -189,5 +189,5 @@ def files_of(
     }
     files = {METADATA: json.dumps(about, indent=2)}
     if isinstance(run.task.info, TextInfo):
-        files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides), run.model, types=False)[0].to_str()
+        files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides), run.model)[0].to_str()
     return files

@@ -65,7 +65,7 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         config = converter.config(run.model, tokenizer)
     except ConfigError as error:
         raise ConfigError(f"{run.folder}: {error}") from None
-    inner, described = dressed(tokenizer, run.model, types=config.get("type_vocab_size", 1) > 1)
+    inner, described = dressed(tokenizer, run.model)
     with written(out) as folder:
         folder.mkdir()
         write(weights, folder / FOLDER[0], metadata={"format": "pt"})
@@ -77,14 +77,14 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     return f"{config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids"
 
 
-def dressed(tokenizer: Tokenizer, model: Any, *, types: bool) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Return the tokenizer of a model in the format of transformers, and its configuration.
 
     There, special tokens are recognized in text, and are added around text, except around prompts, which a causal model
     continues. Padding stands before prompts, so that they end where the continuation begins; without a token for it, it
-    has the id of the end. The configuration holds the roles of special tokens; `types` are ids of token types.
+    has the id of the end. The configuration holds the roles of special tokens.
     """
-    prompts = model.streams
+    prompts, types = model.streams, ["token_type_ids"] if getattr(model, "types", None) is not None else []
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
@@ -100,7 +100,7 @@ def dressed(tokenizer: Tokenizer, model: Any, *, types: bool) -> tuple[tokenizer
         )
     described = {"tokenizer_class": "PreTrainedTokenizerFast"}
     described |= {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
-    described |= {"model_input_names": ["input_ids", *["token_type_ids"] * types, "attention_mask"]}
+    described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
     described |= {} if model.longest is None else {"model_max_length": model.longest}
     if prompts:
         described |= {"padding_side": "left", "pad_token": words.get("pad", words.get("end"))}
