@@ -84,7 +84,7 @@ def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dic
     continues. Padding stands before prompts, so that they end where the continuation begins; without a token for it, it
     has the id of the end. The configuration holds the roles of special tokens.
     """
-    prompts, types = model.streams, ["token_type_ids"] if getattr(model, "types", None) is not None else []
+    prompts, types = model.streams, ["token_type_ids"] * (getattr(model.config, "token_types", 0) > 1)
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
