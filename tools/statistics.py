@@ -31,13 +31,12 @@ RULE = """\
 Differences between rows are positive where the first row is better. The rule for verdicts: where runs of one seed are
 alike because they share the order of the data (language models, digits), two rows are compared by the differences of
 runs of the same seed. Elsewhere, a linear model of rows and seeds is fitted to the runs, and its residuals estimate
-the noise; a difference is adjusted for the seeds where rows have different ones. Where some rows solve a task
-always and others only sometimes (recall, selective copying), the noise of each row is estimated alone (Welch's test).
-A claim is decided if
-both rows have all their runs and p is below {level:.0%} after Holm's correction for all claims and questions of the
-page; the intervals (95 %) and p are not corrected. Runs without any spread do not show their noise, and decide
-nothing. For an undecided claim, the last columns are the smallest difference that its runs would have shown with a
-probability of {power:.0%}, and the number of seeds that would show the difference that was found, both after the
+the noise; a difference is adjusted for the seeds where rows have different ones. Where some rows solve a task always
+and others only sometimes (recall, selective copying), the noise of each row is estimated alone (Welch's test). A claim
+is decided if both rows have all their runs and p is below {level:.0%} after Holm's correction for all claims and
+questions of the page; the intervals (95 %) and p are not corrected. Runs without any spread do not show their noise,
+and decide nothing. For an undecided claim, the last columns are the smallest difference that its runs would have shown
+with a probability of {power:.0%}, and the number of seeds that would show the difference that was found, both after the
 correction. Without other claims, three paired seeds show a difference of two standard deviations in {three:.0%} of
 all cases; {needed} seeds are needed for {power:.0%}."""
 

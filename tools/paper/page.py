@@ -75,8 +75,8 @@ stand in several tables have the seeds of all of them. After first runs, recall 
 rows), and `recall-start`, the temperatures and `readout-cifar10` were added as questions."""
 HOW = """\
 Runs at scale `mini` are small, on the data named above each table: they test the order of rows, not the values.
-A row is bound to its runs by a hash of all settings that are not default. If the runs of a table
-used several data sets, only those on the most frequent one count.
+A row is bound to its runs by a hash of all settings that are not default. If the runs of a table used several
+data sets, only those on the most frequent one count.
 `./run.sh paper --table NAME` makes the runs of a table that are missing, and writes this page."""
 
 
