@@ -14,8 +14,7 @@ from lion.runs import build_on_meta, check_weights
 from lion.samples.base import Info
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest
-from lion.trainer.parallel import check_rows
-from lion.trainer.plan import Plan, make_plan
+from lion.trainer.plan import Plan, check_rows, make_plan
 from tools.compose import make_task
 
 

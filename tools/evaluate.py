@@ -25,7 +25,7 @@ from lion.ops import FORMS
 from lion.progress import rate
 from lion.runs import find_run, open_run
 from lion.tasks.metrics import Metric
-from lion.trainer.parallel import check_rows
+from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
 from tools.choices import evaluate_choices
 from tools.cli import Parser, choose_form, count, counts, run_command, table

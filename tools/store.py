@@ -54,9 +54,12 @@ class Store:
         Raises:
             ConfigError: The folder cannot hold a report, or the report cannot be read.
         """
-        folder = self.path.parent
-        if any(p.exists() and not p.is_dir() for p in (folder, *folder.parents)):
-            raise ConfigError(f"--out: {folder} is not a folder")
+        folder = self.path.parent.absolute()
+        place = next(p for p in (folder, *folder.parents) if p.exists())
+        if not place.is_dir():
+            raise ConfigError(f"--out: {place} is not a folder")
+        if not os.access(place, os.W_OK):
+            raise ConfigError(f"--out: {place} cannot be written to")
         self.fresh = fresh
         if fresh or not self.path.exists():
             return self

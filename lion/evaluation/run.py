@@ -13,7 +13,7 @@ from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.loader import eval_batches
-from lion.trainer.parallel import check_rows
+from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
 
 log = logging.getLogger("lion")

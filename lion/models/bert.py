@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,6 +20,7 @@ from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
 from lion.ops.modes import may_wait
+from lion.ops.settings import number
 
 PLAIN_SCORES = {"attention": {"feature_map": "identity", "normalize": "none"}}  # scale 1/sqrt(d)
 
@@ -95,12 +97,14 @@ class BertEncoder(TokenModel):
         length: Largest number of tokens of a training sample.
 
     Raises:
-        ValueError: `length` exceeds the number of position embeddings.
+        ValueError: A number below 1, or `length` exceeds the number of position embeddings.
     """
 
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
         super().__init__()
         self.config = c = config.resolved()
+        number("vocabulary", vocabulary, Integral, 1)
+        number("length", length, Integral, 1)
         self.vocabulary, self.length = vocabulary, length
         rows = -(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary
         self.tokens = nn.Embedding(rows, c.dim)

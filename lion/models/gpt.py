@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass
 from functools import cache
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -18,6 +19,7 @@ from lion.layers.mixers.base import check_state, state_type
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
+from lion.ops.settings import number
 
 
 @cache
@@ -100,6 +102,9 @@ class GPT(TokenModel):
         vocabulary: Number of token ids, which start at 0.
         length: Number of tokens of a training sequence, and of position embeddings.
 
+    Raises:
+        ValueError: A number below 1.
+
     With `segments`, tokens see only their segment, and positions restart in each segment.
     """
 
@@ -109,6 +114,8 @@ class GPT(TokenModel):
     def __init__(self, config: GPTConfig, *, vocabulary: int, length: int) -> None:
         super().__init__()
         self.config = c = config.resolved()
+        number("vocabulary", vocabulary, Integral, 1)
+        number("length", length, Integral, 1)
         self.vocabulary, self.length = vocabulary, length
         self.tokens = nn.Embedding(-(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary, c.dim)
         self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None

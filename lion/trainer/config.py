@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from lion.config import ConfigError, nearest_divisor, setting
 from lion.trainer.faults import FaultsConfig
-from lion.trainer.parallel import STRATEGIES
 from lion.trainer.runtime import MATMUL
 from lion.trainer.schedule import to_seconds, to_steps
 
@@ -60,7 +59,7 @@ class TrainerConfig:
     save_async: bool = setting(False, free=True)
     log_every: int = setting(50, min=1, free=True)
     device: str = setting("auto", free=True)
-    parallel: str = setting("ddp", choices=STRATEGIES, free=True)
+    parallel: str = setting("ddp", choices=("ddp", "fsdp", "sequence"), free=True)
     sequence: int | None = setting(None, min=1, free=True)
     deterministic: bool = setting(False, free=True)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

@@ -29,26 +29,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lion.config import ConfigError
-from lion.models.base import Model
 from lion.trainer.runtime import Runtime
 
-STRATEGIES = ("ddp", "fsdp", "sequence")
 STREAMING = ("prefill", "step")  # methods of models and blocks that use their parameters as `forward` does
-
-
-def check_rows(model: Model, count: int) -> None:
-    """Check that `count` processes can share the rows of the model.
-
-    Raises:
-        ConfigError: The model does not split its rows, or has fewer tokens than processes.
-    """
-    try:
-        model.check_split(count)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if model.length < count:
-        raise ConfigError(f"processes: rows of {model.length} tokens are too short for {count} processes")
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lion.config import ConfigError, rounding
+from lion.models.base import Model
 from lion.trainer.config import TrainerConfig
 from lion.trainer.loader import steps_per_epoch
 from lion.trainer.optim import OptimConfig
@@ -150,3 +151,17 @@ def samples_of(steps: int, config: TrainerConfig, ramp: float | None) -> int:
     """Return the number of samples in all steps of a run."""
     growing = min(steps, math.ceil(ramp or 0))
     return sum(batch_at(step, config, ramp) for step in range(growing)) + (steps - growing) * config.batch_size
+
+
+def check_rows(model: Model, count: int) -> None:
+    """Check that `count` processes can share the rows of the model.
+
+    Raises:
+        ConfigError: The model does not split its rows, or has fewer tokens than processes.
+    """
+    try:
+        model.check_split(count)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if model.length < count:
+        raise ConfigError(f"processes: rows of {model.length} tokens are too short for {count} processes")

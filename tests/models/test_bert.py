@@ -153,6 +153,8 @@ def test_published_shapes(size, mixer, count):
 def test_rows_beyond_the_positions_are_refused():
     with pytest.raises(ValueError, match=r"data.length: 33 tokens, but model.max_positions allows only 32"):
         bert(length=33)
+    with pytest.raises(ValueError, match=r"^length: expected at least 1, got 0$"):
+        bert(length=0)
     with pytest.raises(ValueError, match="tokens: 33 in one row, this model has only 32 position embeddings"):
         bert()(torch.zeros(1, 33, dtype=torch.long))
     with pytest.raises(ValueError, match="no embeddings of token types"):

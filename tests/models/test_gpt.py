@@ -232,6 +232,9 @@ def test_settings_that_are_none():
         GPTConfig(SOFTMAX, 12, 1, 3, attention=CausalAttentionConfig(direction="both"))
     with pytest.raises(ValueError, match=r"attention.scans: text has one order"):
         GPTConfig("lion_s", 12, 1, 3, attention=CausalAttentionConfig(scans=("row_snake", "column_snake")))
+    for wrong in (dict(vocabulary=0), dict(length=0)):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected at least 1, got 0$"):
+            GPT(GPTConfig("lion_s", 12, 1, 3), **dict(vocabulary=3, length=4) | wrong)
 
 
 def test_another_mixer_is_causal_too_and_a_label_says_what_is_unusual():

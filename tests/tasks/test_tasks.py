@@ -9,7 +9,9 @@ from tests.helpers import ROOT
 
 LIGHT = """
 import sys
-import lion.recipe, lion.runs, lion.trainer.loop
+import lion.evaluation.run, lion.recipe, lion.runs
+assert "torch.distributed.checkpoint" not in sys.modules  # takes half a second
+import lion.trainer.loop
 import torch
 from lion.tasks import TASKS
 from lion.trainer.runtime import environment
@@ -20,7 +22,7 @@ print(found["torchvision"], "torchvision" in sys.modules)
 
 
 @pytest.mark.slow
-def test_a_task_without_images_loads_no_torchvision():
+def test_what_is_not_needed_is_not_imported():
     import torchvision
 
     done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -270,7 +270,7 @@ def test_images_need_matplotlib(tmp_path, monkeypatch):
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_input(tmp_path, capsys):
+def test_bad_input(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
     assert "--mixer: invalid choice: 'lion', did you mean 'lion_" in refuse(capsys, "bench", "ops", "--mixer", "lion")
@@ -278,6 +278,9 @@ def test_bad_input(tmp_path, capsys):
     assert "is not a folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
     out.unlink()
     out.mkdir()
+    with monkeypatch.context() as patched:  # this process may be root's, who can write anywhere
+        patched.setattr("os.access", lambda place, mode: place != out)
+        assert f"{out} cannot be written to" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "rows": [{}], "notes": [], "rates": []}'):
         (out / "ops.json").write_text(text)
         assert "not a report of this command" in refuse(capsys, "bench", "ops", "--eager", "--out", out)
