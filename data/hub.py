@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -63,28 +63,29 @@ def readable(path: Path | str, exists: bool) -> Iterator[None]:
 
 
 VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
-SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}(-.+)?")  # a file of a split on the Hub
+SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}(-.+)?")  # a file of a split on the Hub
 
 
 def split_of(file: Path) -> str | None:
     """Return the split of a file, by its name or else by a folder above it; None if they name none.
 
-    The first word of the file's name is that of a split, or the name is that of a file on the Hub,
-    `SPLIT-00000-of-00001`. The path is relative to the folder of the data set.
+    The name is that of a file on the Hub, `SPLIT-00000-of-00001`, or its first word is that of a split. The path is
+    relative to the folder of the data set.
     """
+    if found := SHARD.fullmatch(file.stem):
+        return found[1]
     first = re.split(r"[-_. ]", file.name)[0]
     if first in ("train", *VAL, *TEST):
         return first
-    if found := SHARD.fullmatch(file.stem):
-        return found[1]
     return next((name for name in reversed(file.parts[:-1]) if name in ("train", *VAL, *TEST)), None)
 
 
 def configuration(root: Path, files: list[Path], split: str, subset: str | None) -> tuple[Path, list[Path]]:
     """Return the folder of the configuration `subset` of a clone from the Hub, and its files, relative to this folder.
 
-    A configuration is a folder of parquet files, one of which is of the split. The folder `data` is that of a clone
-    whose configuration has no name. A clone without configurations is returned as it is.
+    A configuration is a folder of parquet files, one of which is of the split; `subset` may also name a folder of other
+    files. The folder `data` is that of a clone whose configuration has no name. A clone without configurations is
+    returned as it is.
 
     Args:
         root: The folder of the clone.
@@ -95,13 +96,39 @@ def configuration(root: Path, files: list[Path], split: str, subset: str | None)
     Raises:
         ConfigError: There are several configurations, or others than the one that is set.
     """
-    tables = [f for f in files if f.suffix == ".parquet" and len(f.parts) > 1]
+    below = [f for f in files if len(f.parts) > 1]
+    if subset is not None and (own := [f.relative_to(subset) for f in below if f.parts[0] == subset]):
+        return root / subset, own
+    tables = [f for f in below if f.suffix == ".parquet" or subset is not None]
     names = sorted({f.parts[0] for f in tables if split_of(f.relative_to(f.parts[0])) == split})
-    if subset in names:
-        return root / subset, [f.relative_to(subset) for f in files if f.parts[0] == subset]
     if len(names) > 1 or (subset is not None and names not in ([], ["data"])):
         raise ConfigError(f"data.subset: {root} has {', '.join(names)}, {nearest(str(subset), names)}")
     return root, files
+
+
+def check_names(files: Iterable[Path | str]) -> None:
+    """Check that the classes of a column have the same names in all parquet files.
+
+    `datasets` reads the labels 0, 1, .. of all files by the names of one of them.
+
+    Raises:
+        ConfigError: Two files have different names of classes.
+    """
+    import pyarrow.parquet
+
+    known: dict[str, tuple[list[str], Path | str]] = {}
+    for file in files:
+        with readable(file, True):
+            features = import_datasets().Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
+        for column, feature in features.items():
+            if (names := getattr(feature, "names", None)) is None:
+                continue
+            first, where = known.setdefault(column, (names, file))
+            if names != first:
+                shown = " and ".join(
+                    f"{', '.join(some[:4])} in {place}" for some, place in ((first, where), (names, file))
+                )
+                raise ConfigError(f"data.path: the classes of column {column!r} differ: {shown}")
 
 
 @functools.cache

@@ -115,6 +115,8 @@ class Pictures(Source):
 
     def __init__(self, splits: Splits, config: CifarPixelsConfig) -> None:
         self.config, self.classes = config, len(splits.info.classes)
+        if self.classes > 256:
+            raise ConfigError(f"data set {config.name!r}: {self.classes} classes, labels of one byte have at most 256")
         test = splits.test or splits.val
         self.splits: dict[str, Images] = {"train": splits.train, "test": test}
         if splits.test is not None:

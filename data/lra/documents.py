@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
-from data.hub import TEST, VAL, import_datasets, readable
+from data.hub import TEST, VAL, check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
@@ -249,6 +249,8 @@ def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]
         ConfigError: The tables cannot be loaded.
     """
     datasets = import_datasets()
+    if files is not None:
+        check_names(file for some in files.values() for file in some)
     with readable(path, files is not None):
         if files is None:
             found = datasets.load_dataset(path)

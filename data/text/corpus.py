@@ -24,7 +24,8 @@ ROWS = 1000  # rows of a parquet file that are read at a time
 JSON = (".jsonl", ".json", ".ndjson")
 TEXT = (".txt", ".text", ".md")
 TABLES = (".csv", ".tsv")
-# places where a text file may be cut, as patterns of bytes shorter than a block: no tokenizer here merges across them
+# places where a text file may be cut, as patterns of bytes shorter than a block: no built-in tokenizer merges
+# across them
 BORDERS = {"line": rb"\n", "paragraph": rb"\n[ \t\r]{0,4096}\n", "file": rb"[!-~]\n(?=[!-~])"}
 
 
@@ -98,7 +99,7 @@ class Files(Corpus):
     """
 
     def __init__(self, files: Sequence[Path], *, document: str, column: str | None = None) -> None:
-        if column is not None and not any(path.name.endswith(JSON) for path in files):
+        if column is not None and not any(path.name.lower().endswith(JSON) for path in files):
             raise ConfigError(f"data.column: {column!r}, but {files[0]} is plain text, without columns; leave it null")
         self.document, self.column, self.shards = document, column, list[list[Slice]]()
         described, room = [], 0
@@ -119,7 +120,7 @@ class Files(Corpus):
 
     def read(self, shard: int) -> Iterator[Piece]:
         for part in self.shards[shard]:
-            rows = part.path.endswith(JSON)
+            rows = part.path.lower().endswith(JSON)
             try:
                 raw, begin = cut(part, BORDERS["line" if rows else self.document])
             except OSError as error:
@@ -156,7 +157,7 @@ class Files(Corpus):
     @functools.cached_property
     def text_column(self) -> str:
         """The column of the text in all JSON lines: the one set, else the one found in the first line."""
-        paths = dict.fromkeys(part.path for shard in self.shards for part in shard if part.path.endswith(JSON))
+        paths = dict.fromkeys(part.path for shard in self.shards for part in shard if part.path.lower().endswith(JSON))
         for path in paths:
             with open(path, encoding="utf-8-sig", errors="replace") as file:
                 for line in filter(str.strip, file):
@@ -227,24 +228,24 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     """
     root = Path(os.path.abspath(user_path(path)))
     if not root.exists():
-        if root.suffix in (*TEXT, *JSON, ".parquet"):  # not a Hub id
+        if suffix(root) in (*TEXT, *JSON, ".parquet"):  # not a Hub id
             raise ConfigError(f"data.path: {path!r} is not a local file or folder, {root} does not exist")
         return Table(path, subset, split, column)
-    if root.is_file() and root.suffix in TABLES:
+    if root.is_file() and suffix(root) in TABLES:
         raise ConfigError(
             f"data.path: {root} is a table, expected .txt, .jsonl or .parquet; data.name=labelled_text reads tables of "
             "texts with labels, for task sequence_classification"
         )
     files = [root] if root.is_file() else files_of_split(root, subset, split)
-    if any(p.suffix in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
-        cards = [p for p in files if p.suffix == ".md"]
+    if any(suffix(p) in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
+        cards = [p for p in files if suffix(p) == ".md"]
         files = [p for p in files if p not in cards]
         if cards:
             log.info("%s: the folder holds tables, so %s is not read", path, ", ".join(sorted(p.name for p in cards)))
-    rows = sorted(p for p in files if p.suffix == ".parquet")
+    rows = sorted(p for p in files if suffix(p) == ".parquet")
     if rows and rows == sorted(files):
         return Table(path, None, "train", column, rows)
-    texts = sorted(p for p in files if p.suffix in JSON or p.suffix.lower() in TEXT or p == root)
+    texts = sorted(p for p in files if suffix(p) in (*JSON, *TEXT) or p == root)
     texts = [p for p in texts if p not in rows]
     if not texts or rows:
         found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
@@ -252,6 +253,11 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     if unread := sorted({p.suffix or p.name for p in files} - {p.suffix for p in texts}):
         log.info("%s: files of other kinds are not read: %s", path, ", ".join(unread[:5]))
     return Files(texts, document=document, column=column)
+
+
+def suffix(path: Path) -> str:
+    """Return the suffix of a file in lower case."""
+    return path.suffix.lower()
 
 
 def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
@@ -273,7 +279,7 @@ def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
         if others:
             log.info("%s: split '%s' is read, without %s", root, split, ", ".join(others))
         return splits[None] + splits[split]
-    if split != "train" or (len(others) > 1 and all(f.suffix == ".parquet" for f in splits[others[0]])):
+    if split != "train" or (len(others) > 1 and all(suffix(f) == ".parquet" for f in splits[others[0]])):
         raise ConfigError(
             f"data.source: {root} has no files of a split {split!r}, only of {', '.join(others) or 'none'}"
         )

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path
-from data.text.sequences import KINDS, LabelledConfig, LabelledSequences, Sequences, fingerprint, read_rows
+from data.text.sequences import (
+    KINDS,
+    LabelledConfig,
+    LabelledSequences,
+    Sequences,
+    fingerprint,
+    names_of_classes,
+    read_rows,
+)
 from data.text.tables import number_in
 from data.text.text import KNOWN
 from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
@@ -103,6 +111,10 @@ class Glue(LabelledSequences):
 
     def split(self, split: str, info: LabelledTextInfo) -> Sequences:
         source = self.source(split)
+        names = tuple(names_of_classes(source, self.config.task, split, "label"))
+        if names and self.task.classes and names != self.task.classes:
+            classes = ", ".join(self.task.classes)
+            raise ConfigError(f"{source}: the labels 0, 1, .. are {', '.join(names)}, those of GLUE are {classes}")
         return self.sequences(read_rows(source, self.config.task, split), source, info)
 
     def label(self, value: Any, where: str) -> int | float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.base import user_path
-from data.hub import TEST, VAL, import_datasets, readable
+from data.hub import TEST, VAL, check_names, import_datasets, readable
 from data.text.sequences import (
     KINDS,
     LabelledConfig,
@@ -24,7 +24,7 @@ from data.text.sequences import (
     read_rows,
 )
 from data.text.store import KeepsTokenizer, read_tokenizer
-from data.text.tables import DIALECTS, number_in
+from data.text.tables import DIALECTS, MISSING, number_in
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
@@ -178,6 +178,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             found = {name: file for name, stems in SPLITS.items() if (file := first_file(path, stems)) is not None}
             if "train" not in found:
                 raise ConfigError(f"data.path: no file train.csv in {path} (or train with one of {kinds})")
+            check_names(file for file in found.values() if file.suffix == ".parquet")
             return {name: (file, None, name) for name, file in found.items()}
         if looks_like_path(config.path):
             raise ConfigError(f"data.path: no file or folder {path}")
@@ -240,13 +241,15 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         """Return whether all training labels are numbers; text in the cells of a table may be a number.
 
         Raises:
-            ConfigError: A column of fractions holds something else.
+            ConfigError: A column of fractions holds something else, or one of numbers a missing value.
         """
         source = self.places["train"][0]
         cells = isinstance(source, Path) and source.suffix in DIALECTS
         numbers = [number_in(x) if cells and isinstance(x, str) else x for x in self.labels]
         odd = [x for x, value in zip(self.labels, numbers) if not isinstance(value, (int, float))]
-        if odd and any(isinstance(value, float) and not value.is_integer() for value in numbers):
+        fractions = any(isinstance(value, float) and not value.is_integer() for value in numbers)
+        missing = all(isinstance(x, str) and x.strip().lower() in MISSING for x in odd)
+        if odd and (fractions or (missing and len(odd) < len(numbers))):
             raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r} among numbers")
         return not odd
 

@@ -246,6 +246,8 @@ def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
 
 def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
+    if isinstance(source, Path) and source.suffix != ".parquet":
+        return ()
     with readable(source, isinstance(source, Path)):
         features = getattr(open_rows(source, subset, split), "features", None) or {}
         return getattr(features.get(column), "names", ())

@@ -13,6 +13,7 @@ from lion.config import ConfigError
 # keyword arguments of `csv.reader` by file suffix; in TSV files, quotes are characters like others
 DIALECTS = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 LONGEST = 100  # characters of a number
+MISSING = ("", "nan", "na", "n/a", "null", "none", "?")  # cells without a value, in lower case
 NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -45,6 +46,7 @@ def table_rows(path: Path) -> Iterator[dict[str, str]]:
 
 def number_in(text: str) -> int | float | None:
     """Return the number that a cell holds; None for other text, such as 007, which would be the number 7."""
+    text = text.strip()
     if len(text) > LONGEST or NUMBER.fullmatch(text) is None:
         return None
     return int(text) if text.lstrip("+-").isdecimal() else float(text)

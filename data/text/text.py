@@ -221,6 +221,8 @@ class Text(KeepsTokenizer):
             ConfigError: The tokenizer does not exist yet.
         """
         name = self.config.tokenizer
+        if (made := self.made_before) is not None:
+            return read_tokenizer(made, read_manifest(made)["tokenizer"]["name"])
         if name == BUILT_IN[0] or local_files(name) is not None:
             return open_tokenizer(name)
         if (own := self.own_tokenizer) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path
-from data.hub import TEST, VAL, configuration, import_datasets, readable, split_of
+from data.hub import TEST, VAL, check_names, configuration, import_datasets, readable, split_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -83,6 +83,7 @@ def load_splits(config: HubConfig) -> Any:
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
         if path.is_dir() and (files := by_split(path, config.train, config.subset)):
+            check_names(file for some in files.values() for file in some)
             return datasets.load_dataset("parquet", data_files=files)
         if path.is_dir():
             return datasets.load_dataset("imagefolder", data_dir=str(path / (config.subset or "")))
@@ -98,6 +99,7 @@ def by_split(root: Path, train: str, subset: str | None = None) -> dict[str, lis
     found: dict[str, list[str]] = {}
     # neither folders nor pipes
     files = sorted(f.relative_to(root) for f in root.rglob("*.parquet") if f.is_file() or not f.exists())
+    files = [f for f in files if not any(part.startswith(".") for part in f.parts)]
     root, files = configuration(root, files, train, subset)
     for file in files:
         found.setdefault(split_of(file) or train, []).append(str(root / file))

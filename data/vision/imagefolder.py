@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from data.base import find_root, walk
-from data.hub import VAL
+from data.hub import TEST, VAL
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError
 from lion.samples.base import Splits
@@ -49,7 +49,10 @@ def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
         if config.val_split is None:
             above = f"did you mean data.root={root.parent}? " if (root.parent / "train").is_dir() else ""
             raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
-        return build_pictures(config, open_folder(root, config, how))
+        source = open_folder(root, config, how)
+        if named := [name for name in source.classes if name.lower() in ("train", *VAL, *TEST)]:
+            raise ConfigError(f"{root}: {', '.join(named)} are not classes; folders of splits are train, val and test")
+        return build_pictures(config, source)
     val = next((root / name for name in VAL if (root / name).is_dir()), None)
     test = root / "test" if (root / "test").is_dir() else None
     if (val or config.val_split) and test is not None and has_images_alone(test):

@@ -34,7 +34,7 @@ class PictureConfig(DataConfig):
     """Settings of every image data set. Null means: determined by the data.
 
     image_size: (height, width) of the model's input; null: the size of the images, 224 x 224 if their sizes differ.
-    channels: 1 or 3; null: 1 if all images are grey, else 3.
+    channels: 1 or 3; null: 1 if all images are grey, else 3. For both, 64 images of each split are opened.
     mean, std: mean and standard deviation of the pixels for each channel; null: those of the data set, else ImageNet's.
     random_scale: range of the share of an image's area that a random training crop keeps; the crop is then resized
         (bicubic).
@@ -224,9 +224,15 @@ def open_picture(file: Any) -> Image.Image:
     """Decode an image file (a path, or an open file).
 
     Of pixels with 16 bits, the upper 8 bits are kept; Pillow would clip them at 255.
+
+    Raises:
+        ValueError: Pixels of 32 bits.
+        OSError: Not a readable image.
     """
     with Image.open(file) as picture:
         picture.load()
+        if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
+            raise ValueError("pixels of 32 bits, whose range is unknown; expected 8 or 16 bits")
         if picture.mode.startswith("I"):
             return Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
         return picture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Latents(DataSet):
         try:
             held = json.loads((root / MANIFEST).read_text())
             scale, classes = float(held["scale"]), tuple(map(str, held["classes"]))
+            if not 0 < scale < math.inf or not isinstance(held["classes"], list):
+                raise ValueError("no scale above 0, or no list of classes")
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{root / MANIFEST}: not a manifest of latents ({type(error).__name__}); {HOW}") from None
         train, val = (read(root, split, classes) for split in ("train", "val"))
@@ -56,7 +59,7 @@ class Latents(DataSet):
             LatentPictures(*val, scale),
             None,
             info=info_of(shape, classes),
-            fingerprint=fingerprint((scale, classes), train, val),
+            fingerprint=fingerprint((scale, classes), train, val, *([] if flipped is None else [(flipped, train[1])])),
         )
 
     def published(self) -> tuple[ImageInfo, int]:
@@ -124,8 +127,8 @@ def read_flipped(root: Path, latents: np.ndarray) -> np.ndarray | None:
     if not path.exists():
         return None
     flipped = opened(path)
-    if flipped.shape != latents.shape:
-        raise ConfigError(f"{path}: expected shape {latents.shape} as in train.npy, got {flipped.shape}")
+    if flipped.shape != latents.shape or flipped.dtype != latents.dtype:
+        raise ConfigError(f"{path}: expected {found(latents)} as in train.npy, got {found(flipped)}")
     return flipped
 
 

@@ -20,7 +20,7 @@ import data
 from data.base import DataConfig, DataSet, data_root
 from data.vision import torchvision_sets
 from data.vision.imagefolder import ClassFolders
-from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR
+from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR, open_picture
 from data.vision.sources import split_indices
 from lion.config import ConfigError, build
 from lion.samples.base import Info
@@ -117,6 +117,13 @@ def test_images_of_sixteen_bits(tmp_path):
         splits = folder(tmp_path, crop=1.0, cache=cache)
         assert splits.info.channels == 1
         assert torch.equal(splits.val[0]["image"][0], torch.from_numpy((ramp >> 8).astype(np.uint8)))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_images_of_thirty_two_bits_are_refused(tmp_path, kind):
+    Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "0.tif")
+    with pytest.raises(ValueError, match="pixels of 32 bits, whose range is unknown"):
+        open_picture(tmp_path / "0.tif")
 
 
 @pytest.mark.parametrize("size", [(64, 128), (32, 8), (30, 20)])
@@ -296,6 +303,10 @@ def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "e" / "train" / "dog" / "1.png").write_text("no picture")
     with pytest.raises(ConfigError, match=r"not an image: .*train/dog/1.png \(UnidentifiedImageError"):
         folder(tmp_path / "e")
+    pictures(tmp_path / "f" / "Train", {"cat": {"x": 1}, "dog": {"x": 1}})
+    pictures(tmp_path / "f" / "Val", {"cat": {"x": 1}})
+    with pytest.raises(ConfigError, match="Train, Val are not classes; folders of splits are train, val and test"):
+        folder(tmp_path / "f", val_split=0.5)
 
 
 def test_folders_are_read_in_torchvisions_order(tmp_path):
@@ -476,6 +487,20 @@ def test_hf_parquet_with_splits_found(tmp_path):
     assert (len(splits.val), splits.test) == (3, None), "images that choose a checkpoint are no test"
     splits = make("hf", path=str(tmp_path / "train.parquet"), val_split=0.3)
     assert [len(s) for s in splits[:2]] == [5, 2]
+
+
+def test_hf_parquet_whose_classes_differ(tmp_path):
+    """`datasets` would read the labels of all files by the names of one."""
+    parquet(tmp_path / "train.parquet", 4)
+    parquet(tmp_path / "test.parquet", 4, names=("dog", "cat"))
+    with pytest.raises(ConfigError, match=r"classes of column 'label' differ: .*dog, cat in .*test.parquet"):
+        make("hf", path=str(tmp_path))
+
+
+def test_hf_hidden_files_are_not_read(tmp_path):
+    for file, count in (("train.parquet", 4), ("test.parquet", 2), (".trash/train.parquet", 3)):
+        parquet(tmp_path / file, count)
+    assert len(make("hf", path=str(tmp_path)).train) == 4
 
 
 def test_hf_parquet_in_split_folders(tmp_path):

@@ -131,6 +131,16 @@ def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
         assert splits.train.labels[:4].tolist() == [int(text[9:-5]) % 2 for text in texts_of(splits.train)[:4]]
 
 
+def test_classes_in_another_order_are_refused(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    for split, names in (("train", ["pos", "neg"]), ("validation", ["neg", "pos"])):
+        features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+        rows = {"text": ["good", "bad"] * 20, "label": [names.index("pos"), names.index("neg")] * 20}
+        datasets.Dataset.from_dict(rows, features).to_parquet(str(tmp_path / f"{split}.parquet"))
+    with pytest.raises(ConfigError, match=r"classes of column 'label' differ: pos, neg in .* and neg, pos in"):
+        labelled(tmp_path).build()
+
+
 def test_labels_of_several_classes_are_refused_in_one_line(tmp_path):
     for label in ([1, 2], {"a": 1}, None):
         file = write(tmp_path / "several.jsonl", [{"text": f"word{i}", "label": label} for i in range(9)])
@@ -221,6 +231,12 @@ def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
     scores = [{"text": "x", "label": label} for label in ("0.5", "1", "2e-1", "none")]
     with pytest.raises(ConfigError, match="'label' holds 'none' among numbers"):
         labelled(write(tmp_path / "scores.csv", scores), val_split=0.5).build()
+    for missing in ("NA", "nan"):
+        stars = [{"text": "x", "label": label} for label in ("0", "1", "2", missing)]
+        with pytest.raises(ConfigError, match=f"'label' holds '{missing}' among numbers"):
+            labelled(write(tmp_path / "stars.csv", stars), val_split=0.5).build()
+    spaced = [{"text": "x", "label": label} for label in (" 0.5", " 1", "2 ") * 9]
+    assert labelled(write(tmp_path / "spaced.csv", spaced)).build().train.labels.unique().tolist() == [0.5, 1, 2]
 
 
 def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):

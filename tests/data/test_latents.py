@@ -61,6 +61,8 @@ def test_other_latents_have_another_fingerprint(tmp_path):
         np.save(root / f"{name}.npy", values)
         changed, first = first, build(root).fingerprint
         assert changed != first
+    np.save(root / "train_flipped.npy", np.load(root / "train.npy"))
+    assert build(root).fingerprint != first
 
 
 def test_what_is_not_such_a_folder(tmp_path):
@@ -77,6 +79,8 @@ def test_what_is_not_such_a_folder(tmp_path):
         path.write_bytes(before)
 
     refused("not a manifest of latents", "latents.json", b"{}")
+    refused("not a manifest of latents", "latents.json", b'{"scale": NaN, "classes": ["a", "b", "c"]}')
+    refused("not a manifest of latents", "latents.json", b'{"scale": 1, "classes": "abc"}')
     refused("not a NumPy array", "train.npy", b"text")
     np.savez(archive := io.BytesIO(), np.zeros(3))
     refused("not a NumPy array", "train.npy", archive.getvalue())
@@ -86,6 +90,7 @@ def test_what_is_not_such_a_folder(tmp_path):
     refused("0 to 3 for 3 classes", "val_labels.npy", np.arange(8) % 4)
     refused(r"train have shape \(4, 8, 8\), of val \(4, 4, 4\)", "val.npy", np.zeros((8, 4, 4, 4)))
     refused("as in train.npy, got", "train_flipped.npy", np.zeros((2, 4, 8, 8)))
+    refused("as in train.npy, got int64", "train_flipped.npy", np.zeros((40, 4, 8, 8), dtype=int))
     (root / "train.npy").unlink()
     with pytest.raises(ConfigError, match=r"train\.npy: no such file"):
         build(root)

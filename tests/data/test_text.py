@@ -437,6 +437,18 @@ def run_on_words(tmp_path):
     return tmp_path / "runs" / "text", line
 
 
+def test_a_token_file_has_its_own_tokenizer(tmp_path):
+    made = prepared(lines_set(tmp_path, sentences(80), tokenizer="wordpiece", vocabulary=320))
+    again = text_set(tmp_path, path=str(made.folder), tokenizer="bytes", length=16)
+    assert again.tokenizer.fingerprint == made.tokenizer.fingerprint == again.build().info.fingerprint
+
+
+def test_upper_case_suffixes_are_those_of_their_formats(tmp_path):
+    (tmp_path / "a.JSONL").write_text('{"text": "lion"}\n' * 40)
+    source = prepared(text_set(tmp_path, path=str(tmp_path / "a.JSONL"), tokenizer="bytes", length=4))
+    assert len(documents(source, "train")[0]) <= 6
+
+
 def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_words, monkeypatch, capsys):
     run, line = run_on_words
     before = (run / "tokenizer.json").read_bytes()
