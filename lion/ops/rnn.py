@@ -113,8 +113,8 @@ def advance(
         weights = decayed_scores(q, k, (forward,), include_diagonal=False)  # (B, H, C, C)
     else:
         how = ScoreSettings("full", convention, "forward", False, recurrence.rowsum, 0)
-        weights = vector_scores(q, k, log_decay, index, how).clone()  # a part of them may not be changed in place
-    weights.diagonal(dim1=-2, dim2=-1).add_((q * k * recurrence.diagonal_weight).sum(-1))
+        weights = vector_scores(q, k, log_decay, index, how)
+    weights = weights + torch.diag_embed((q * k * recurrence.diagonal_weight).sum(-1))
     read = decay(forward.query, forward.start) * q  # (B, H, C, D)
     y = weights @ v + read @ state.S
     row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if recurrence.rowsum else None

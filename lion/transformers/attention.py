@@ -171,6 +171,8 @@ def last_rows(
     hidden = distance < 0
     if segments is not None:
         own, padding = segments[:, tokens - queries :, None], segments < 0
+        places = (~padding).cumsum(1)[:, None]  # (B, 1, T): padding has no decay
+        distance = places[..., tokens - queries :, None] - places[..., None, :]
         hidden = (hidden | (own != segments[:, None]) | padding[:, None])[:, None]  # (B, 1, L, T)
         k, v = (x.masked_fill(padding[:, None, :, None], 0) for x in (k, v))  # padding may hold NaN
         q = q.masked_fill((own < 0)[:, None], 0)

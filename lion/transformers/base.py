@@ -122,6 +122,16 @@ class LionPreTrainedModel(PreTrainedModel):
             initialization.normal_(module.weight, std=self.settings().init_std)
 
 
+def share_of_batch(loss: Tensor, labels: Tensor, config: LionConfig, count: Tensor | int | None) -> Tensor:
+    """Return the share of a micro-batch in the mean over the `count` labels of a whole batch.
+
+    transformers returns this share for classes alone, else the mean over the micro-batch.
+    """
+    if count is None or config.problem_type == "single_label_classification":
+        return loss
+    return loss * labels.numel() / count
+
+
 def initialized(part: Tensor | nn.Module) -> bool:
     """Return whether a checkpoint has set a tensor, or all tensors of a module, which `transformers` marks."""
     return getattr(part, "_is_hf_initialized", False)

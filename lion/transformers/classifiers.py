@@ -15,6 +15,7 @@ from lion.models.gpt import GPT, GPTConfig
 from lion.models.init import INITS
 from lion.models.lra import LRA
 from lion.models.token_classifier import TokenClassifier
+from lion.transformers.base import share_of_batch
 from lion.transformers.masks import valid_of
 from lion.transformers.text import BERT, LRA_NAMES, LionTextModel
 
@@ -80,7 +81,15 @@ class LionForSequenceClassification(LionTextModel):
 
         Padding may be on either side. In pairs of documents, ids and mask are (B, 2, L). The other arguments are those
         of `encode`.
+
+        Raises:
+            ValueError: Inputs of another rank, or not two documents in a pair.
         """
+        pair = isinstance(self.model, LRA) and self.model.parts == 2
+        for name, x, rank in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
+            if x is not None and (x.dim() != rank + pair or (pair and x.shape[1] != 2)):
+                shape = ["B", *["2"] * pair, "L", "dim"][: rank + pair]
+                raise ValueError(f"{name}: expected ({', '.join(shape)}), got {tuple(x.shape)}")
         rows, embeds, mask = (
             None if x is None else x.flatten(0, last)
             for x, last in ((input_ids, -2), (inputs_embeds, -3), (attention_mask, -2))
@@ -94,9 +103,7 @@ class LionForSequenceClassification(LionTextModel):
         logits, loss = self.model.logits(pooled), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            count = kwargs.get("num_items_in_batch")
-            if count is not None and self.config.problem_type != "single_label_classification":
-                loss = loss * labels.numel() / count  # transformers returns the mean over this micro-batch
+            loss = share_of_batch(loss, labels, self.config, kwargs.get("num_items_in_batch"))
         return SequenceClassifierOutput(loss, logits, found.hidden_states)
 
 

@@ -9,7 +9,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
 from lion.models.vit import ViT
-from lion.transformers.base import LionPreTrainedModel
+from lion.transformers.base import LionPreTrainedModel, share_of_batch
 
 
 class LionForImageClassification(LionPreTrainedModel):
@@ -47,5 +47,8 @@ class LionForImageClassification(LionPreTrainedModel):
         logits = self.model(pixel_values.to(self.dtype) if pixel_values.is_floating_point() else pixel_values)
         if isinstance(logits, tuple):  # in training
             logits = (logits[0] + logits[1]) / 2
-        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = share_of_batch(loss, labels, self.config, kwargs.get("num_items_in_batch"))
         return ImageClassifierOutput(loss, logits)

@@ -97,6 +97,19 @@ def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]
     return None if may_wait(positions.device) and (documents <= 1).all() else documents
 
 
+def check_next(position_ids: Tensor, seen: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
+    """Check that positions of the next tokens (B, L) count on from the tokens that a cache has `seen` (B,).
+
+    Raises:
+        ValueError: They do not.
+    """
+    check_shape(position_ids, shape)
+    valid = torch.ones(shape, dtype=torch.bool, device=position_ids.device) if valid is None else valid
+    expected = seen[:, None] + valid.cumsum(1) - 1
+    if (valid & (position_ids != expected)).any():
+        raise ValueError("position_ids: expected positions that count on from the tokens of the cache")
+
+
 def check_shape(position_ids: Tensor, shape: tuple[int, int]) -> None:
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
         raise ValueError(f"position_ids: expected the shape {shape}, got {tuple(position_ids.shape)}")

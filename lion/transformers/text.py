@@ -22,7 +22,7 @@ from lion.ops.modes import may_wait
 from lion.samples.labels import UNLABELLED
 from lion.transformers.base import LionPreTrainedModel
 from lion.transformers.cache import LionCache, cache_of
-from lion.transformers.masks import segments_of, starts_of, valid_of
+from lion.transformers.masks import check_next, segments_of, starts_of, valid_of
 
 BERT = {"bert": "bert", "bert_classifier": "bert"}
 LRA_NAMES = ("lra", "lra_masked")
@@ -131,11 +131,13 @@ class LionTextModel(LionPreTrainedModel):
         (rows, new), device = inputs.shape[:2], inputs.device
         valid = valid_of(attention_mask, (rows, cache.seen + new))
         valid = None if valid is None else valid[:, -new:]
-        positions = packed.pop("position_ids")
-        restarts = positions is not None and not cache.seen and may_wait(device)
-        if any(x is not None for x in packed.values()) or (
-            restarts and starts_of(positions, valid, (rows, new)) is not None
-        ):
+        positions, restarts = packed.pop("position_ids"), False
+        if positions is not None and may_wait(device):
+            if cache.state is None:
+                restarts = starts_of(positions, valid, (rows, new)) is not None
+            else:
+                check_next(positions, cache.state.position, valid, (rows, new))
+        if restarts or any(x is not None for x in packed.values()):
             raise ValueError("use_cache: a cache holds one document per row, pass use_cache=False for packed documents")
         if cache.state is None:
             x, cache.state = self.model.encode_first(inputs, valid)

@@ -122,6 +122,9 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     assert list(found) == forms and max(alive) <= 3
     assert counter.frame_count == len(forms)  # one graph per form, however often the forms alternate
     own = MetricOfPass("pass", measure=lambda task, model, batches, _: float(model(next(iter(batches))["image"])[0, 0]))
+    monkeypatch.setattr(loaded.task, "metrics", (*loaded.task.metrics, own))
+    both = measure(loaded.model, loaded.task, batches[:1], 1, forms[:1], cpu, "fp32")
+    assert both[forms[0]]["values"]["pass"] == pytest.approx(outputs[forms[0]][0, 0].item(), abs=2e-6)
     monkeypatch.setattr(loaded.task, "metrics", (own,))
     passes = measure(loaded.model, loaded.task, batches[:1], 1, forms, cpu, "fp32")
     assert all(passes[form]["value"] == pytest.approx(outputs[form][0, 0].item(), abs=2e-6) for form in forms)

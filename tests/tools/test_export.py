@@ -199,6 +199,8 @@ def test_a_process_without_lion_runs_programs_of_onnx(folder):
     for name in ("images", "softmax"):
         assert here("export", folder / "runs" / name, folder / f"{name}.onnx", "--format", "onnx") == 0
     assert here("export", folder / "runs" / "delta", folder / "delta.onnx", "--format", "onnx", "--length", 9) == 0
+    step = ["--format", "onnx", "--step", "--length", 4]
+    assert here("export", folder / "runs" / "text", folder / "step.onnx", *step) == 0  # which compares logits
     code = blocks(ROOT / "tools/export/README.md", "python")[1]
     code += """
 text = onnxruntime.InferenceSession("softmax.onnx")

@@ -24,6 +24,7 @@ from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo, TextInfo
+from lion.transformers import LionForCausalLM
 from tests.helpers import here, refuse, state_of, tiny_recipe
 from tools.compose import describe_data, make_task, resolve
 from tools.convert import write_run
@@ -260,6 +261,13 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     line = refuse(capsys, "convert", tmp_path / "gpt_out", "mlm_tiny_lion_s", tmp_path / "again")
     assert "gpt_out: exported from a run of task 'causal_lm', the recipe has 'masked_lm'" in line
+    model = LionForCausalLM.from_pretrained(tmp_path / "gpt_out")
+    known = model.config.vocab_size
+    model.resize_token_embeddings(known + 3)
+    model.save_pretrained(tmp_path / "resized")
+    capsys.readouterr()
+    line = refuse(capsys, "convert", tmp_path / "resized", tmp_path / "gpt_out/recipe.yaml", tmp_path / "again")
+    assert f"its embeddings were resized to {known + 3} ids, its tokenizer has {known}" in line
     for name in [name for name in sys.modules if name.split(".")[:2] == ["lion", "transformers"]]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -118,7 +118,8 @@ def test_last_rows_are_those_of_whole_sequences(dtype, masked):
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 3, 300, n, generator=generator, dtype=torch.float64).to(dtype) for n in (8, 8, 5)]
     log_decay = -torch.rand(3, generator=generator)
-    segments = torch.tensor([[-1] * 20 + [0] * 280, [0] * 200 + [1] * 97 + [-1] * 3]) if masked else None
+    gap = [-1] * 20 + [0] * 180 + [-1] * 40 + [0] * 60  # a text of several turns
+    segments = torch.tensor([gap, [0] * 200 + [1] * 97 + [-1] * 3]) if masked else None
     settings = Settings(form="auto", direction="forward", feature_map="silu_shifted", normalize="sum")
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, 5e-2)  # half precision rounds each gradient
     for decay in (None, log_decay.to(dtype if dtype == torch.float64 else torch.float32)):

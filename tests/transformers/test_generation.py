@@ -117,6 +117,8 @@ def test_what_a_cache_cannot_do_is_refused():
         with pytest.raises(ValueError, match="use_cache: a cache holds one document per row"):
             model(tokens, use_cache=True, **packed)
     cache = model(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="position_ids: expected positions that count on from the tokens of the cache"):
+        model(tokens[:, :2], position_ids=torch.tensor([[0, 1]]), past_key_values=cache)
     with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 7\), got int64 \(1, 1\)"):
         model(tokens[:, :1], torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
     calls = [lambda cache: model(tokens, past_key_values=cache), lambda cache: model(tokens, cache=cache)]

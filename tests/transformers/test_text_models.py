@@ -262,6 +262,19 @@ def test_losses_of_parts_of_a_batch_of_texts_add_up(problem):
     torch.testing.assert_close(sum(parts), model(tokens, labels=labels).loss)
 
 
+def test_sequences_of_another_rank_are_refused():
+    single = made(LionForSequenceClassification, "lra", num_labels=3)
+    pairs = made(LionForSequenceClassification, "lra", num_labels=3, parts=2)
+    for model, shape, wanted in (
+        (single, (4, 2, 10), "B, L"),
+        (pairs, (4, 10), "B, 2, L"),
+        (pairs, (2, 4, 10), "B, 2, L"),
+    ):
+        with pytest.raises(ValueError, match=rf"input_ids: expected \({wanted}\), got \({str(shape)[1:-1]}\)"):
+            model(torch.zeros(shape, dtype=torch.long))
+    assert pairs(torch.zeros(4, 2, 10, dtype=torch.long)).logits.shape == (4, 3)
+
+
 @EVERY
 def test_checkpointing_recomputes_the_same_gradients(kind, name):
     model, tokens = made(kind, name, num_labels=3).train(), ids(2, 6)

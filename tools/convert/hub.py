@@ -52,8 +52,15 @@ class HubConverter(Converter):
         return flatten({"model": held.said["model"]})
 
     def info(self, recipe: Recipe) -> Info:
-        """Return the facts about the data; the classes are those of `id2label`, which fine-tuning may have changed."""
+        """Return the facts about the data; the classes are those of `id2label`, which fine-tuning may have changed.
+
+        Raises:
+            ConfigError: The embeddings were resized.
+        """
         info = TASKS[recipe.task.name].Info.from_dict(self.held.said["data"]["info"])
+        known, now = getattr(info, "vocabulary", None), self.held.said.get("vocab_size")
+        if None not in (known, now) and known != now:
+            raise ConfigError(f"{self.held.path}: its embeddings were resized to {now} ids, its tokenizer has {known}")
         names = {int(i): str(name) for i, name in (self.held.said.get("id2label") or {}).items()}
         named = getattr(info, "classes", ())  # a number for the Long Range Arena, none where numbers are predicted
         if not named or not names or not isinstance(named, tuple):

@@ -66,16 +66,18 @@ def pixels(*shape: int) -> tuple[Port, ...]:
     return (Port("pixels", torch.uint8, (BATCH, *shape), about, PIXELS),)
 
 
-def tokens(vocabulary: int, *shape: int | str, ids: tuple[int, ...] = (), types: int = 0) -> tuple[Port, ...]:
+def tokens(
+    vocabulary: int, *shape: int | str, ids: tuple[int, ...] = (), types: int = 0, where: str = ""
+) -> tuple[Port, ...]:
     """Return the inputs of a model of tokens (batch, *shape): ids, mask of padding, and types if there are any.
 
-    `ids` is the number of ids of a token, where a token has several.
+    `ids` is the number of ids of a token, where a token has several; `where` is the place of padding.
     """
     shape = (BATCH, *shape)
     typed = Port("types", torch.int64, shape, "number of the sentence of a pair, from 0", types)
     return (
         Port("tokens", torch.int64, (*shape, *ids), f"ids of tokens, from 0 to {vocabulary - 1}", vocabulary),
-        Port("mask", torch.bool, shape, "false for padding, on which no token depends"),
+        Port("mask", torch.bool, shape, f"false for padding{where}, on which no token depends"),
         *([typed] if types else []),
     )
 
@@ -135,7 +137,7 @@ def of_masked_text(run: LoadedRun) -> Ports:
 def of_labelled_text(run: LoadedRun) -> Ports:
     info = run.task.info
     output = logits(len(info.classes)) if info.classes else logits(1, about="the predicted number")
-    return tokens(info.vocabulary, LENGTH, types=run.model.config.token_types), output
+    return tokens(info.vocabulary, LENGTH, types=run.model.config.token_types, where=" behind the tokens"), output
 
 
 PORTS: dict[str, Callable[[LoadedRun], Ports]] = {  # by `task.name`
