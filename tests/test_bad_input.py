@@ -109,6 +109,7 @@ def test_files_that_are_not_recipes(text, message, tmp_path, capsys):
         ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
         ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("task.temperature=2", "task.temperature: has no effect without a teacher, which task.teacher names"),
+        ("task={teacher: a, temperature: 2}", "task.temperature: has no effect with distillation 'hard', only with"),
         ("trainer.ema=1", "trainer.ema: expected less than 1"),
         ("model=3", "missing section 'model'"),
         ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, at most 20 names deep"),

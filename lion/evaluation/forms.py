@@ -112,8 +112,9 @@ def measure(
     for form, measured in found.items():
         set_form(model, *form)
         values = measured.totals.values(runtime)
-        if isinstance(task.metric, MetricOfPass):
-            values[task.metric.name] = own_value(task.metric, model, batches, task, runtime, precision, seed)
+        for metric in task.metrics:
+            if isinstance(metric, MetricOfPass):
+                values[metric.name] = own_value(metric, model, batches, task, runtime, precision, seed)
         peaks, deviations = runtime.gather(measured.peak), runtime.gather(measured.deviation.item())
         results[form] = {
             "value": values[task.metric.name],

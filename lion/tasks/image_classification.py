@@ -58,6 +58,8 @@ class ImageClassificationConfig:
         unused = [name for name in ("distillation", "teacher_share", "temperature") if name in changed(self)]
         if self.teacher is None and unused:
             raise ValueError(f"{unused[0]}: has no effect without a teacher, which task.teacher names")
+        if self.distillation == "hard" and "temperature" in unused:
+            raise ValueError("temperature: has no effect with distillation 'hard', only with 'soft'")
 
 
 class ImageClassification(Task):

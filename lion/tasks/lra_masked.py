@@ -82,7 +82,10 @@ class LRAMaskedTask(SequenceTask):
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         inputs = self.rows(batch)[0]
         each = inputs.shape[0] // len(batch["key"])  # rows per sample
-        draws = uniform(batch["key"], each * inputs.shape[1]).view(inputs.shape)
+        draws = uniform(batch["key"], each * self.info.length).unflatten(
+            1, (each, -1)
+        )  # those of a row without padding
+        draws = draws[..., : inputs.shape[1]].flatten(0, 1)
         losses, hidden, outputs = self.losses(model, batch, draws)
         counted = batch["mask"].repeat_interleave(each)[:, None] & hidden
         outputs = outputs.unflatten(0, (-1, each)).flatten(1, 2)  # (B, L or 2 L, ..)

@@ -68,9 +68,14 @@ def scratch_folder(run: Path, kind: str, step: int) -> Path:
 
 
 def seal(scratch: Path, *, sharded: bool = False) -> Path:
-    """Write the manifest of a filled scratch folder, flush all files, and rename the folder atomically."""
+    """Write the manifest of a filled scratch folder, flush all files, and rename the folder atomically.
+
+    A checkpoint of the same step, made by an earlier attempt, is set aside.
+    """
     write_manifest(scratch, [p for p in sorted(scratch.iterdir()) if p.is_file()], sharded=sharded)
     target = scratch.with_name(scratch.name.removeprefix(".").removesuffix(".tmp"))
+    if target.is_dir():
+        set_aside(target, "earlier")
     os.rename(scratch, target)
     sync(target.parent)
     return target

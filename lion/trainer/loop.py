@@ -279,10 +279,9 @@ class Trainer:
 
     def keep_if_best(self, value: float) -> None:
         """Save the weights if no earlier weights were better on `val`; equal later weights replace earlier weights."""
-        state = self.state
-        if not self.task.metric.as_good(value, state.best["value"]) or state.step == state.best["step"]:
+        state, best = self.state, {"value": value, "step": self.state.step}
+        if not self.task.metric.as_good(value, state.best["value"]) or best == state.best:
             return
-        best = {"value": value, "step": state.step}
         if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, **state.about()}):
             state.best = best
 

@@ -181,6 +181,18 @@ def test_hidden_inputs_are_those_that_count(info):
         torch.testing.assert_close(found, want)
 
 
+def test_padding_of_a_batch_does_not_change_what_is_hidden():
+    """Check pairs of documents with `data.pad=batch`, where the length of a row depends on its batch."""
+    info = INFOS["pairs"]
+    task, model = masked(info, rate=0.4)
+    model.eval()
+    batch = Made(info).batch()
+    batch["segments"][..., 10:] = -1
+    short = batch | {name: batch[name][..., :10] for name in ("tokens", "segments")}
+    for found, want in zip(task.evaluate(model, short).sums["loss"], task.evaluate(model, batch).sums["loss"]):
+        torch.testing.assert_close(found, want)
+
+
 def test_hidden_pixels_are_asked_for_normalised():
     info = INFOS["pixels"]
     task, model = masked(info, rate=1.0)
