@@ -114,13 +114,11 @@ def check_names(files: Iterable[Path | str]) -> None:
     Raises:
         ConfigError: Two files have different names of classes.
     """
-    import pyarrow.parquet
-
-    known: dict[str, tuple[list[str], Path | str]] = {}
+    datasets, known = import_datasets(), dict[str, tuple[list[str], Path | str]]()
     for file in files:
         with readable(file, True):
-            features = import_datasets().Features.from_arrow_schema(pyarrow.parquet.read_schema(file))
-        for column, feature in features.items():
+            rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        for column, feature in (rows.features or {}).items():
             if (names := getattr(feature, "names", None)) is None:
                 continue
             first, where = known.setdefault(column, (names, file))

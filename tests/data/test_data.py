@@ -18,6 +18,7 @@ from torchvision.transforms import v2
 
 import data
 from data.base import DataConfig, DataSet, data_root
+from data.hub import configuration, split_of
 from data.vision import torchvision_sets
 from data.vision.imagefolder import ClassFolders
 from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR, open_picture
@@ -106,7 +107,7 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
         folder(tmp_path / "photos", channels=1, mean=[0.5, 0.4, 0.3])
 
 
-def test_images_of_sixteen_bits(tmp_path):
+def test_images_of_more_than_eight_bits(tmp_path):
     """Pillow's conversion to 8 bits clips at 255."""
     for split in ("train", "val"):
         for name in ("a", "b"):
@@ -117,13 +118,10 @@ def test_images_of_sixteen_bits(tmp_path):
         splits = folder(tmp_path, crop=1.0, cache=cache)
         assert splits.info.channels == 1
         assert torch.equal(splits.val[0]["image"][0], torch.from_numpy((ramp >> 8).astype(np.uint8)))
-
-
-@pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_images_of_thirty_two_bits_are_refused(tmp_path, kind):
-    Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "0.tif")
-    with pytest.raises(ValueError, match="pixels of 32 bits, whose range is unknown"):
-        open_picture(tmp_path / "0.tif")
+    for kind in (np.int32, np.float32):
+        Image.fromarray(np.ones((8, 8), kind)).save(tmp_path / "0.tif")
+        with pytest.raises(ValueError, match="pixels of 32 bits, whose range is unknown"):
+            open_picture(tmp_path / "0.tif")
 
 
 @pytest.mark.parametrize("size", [(64, 128), (32, 8), (30, 20)])
@@ -489,23 +487,10 @@ def test_hf_parquet_with_splits_found(tmp_path):
     assert [len(s) for s in splits[:2]] == [5, 2]
 
 
-def test_hf_parquet_whose_classes_differ(tmp_path):
-    """`datasets` would read the labels of all files by the names of one."""
-    parquet(tmp_path / "train.parquet", 4)
-    parquet(tmp_path / "test.parquet", 4, names=("dog", "cat"))
-    with pytest.raises(ConfigError, match=r"classes of column 'label' differ: .*dog, cat in .*test.parquet"):
-        make("hf", path=str(tmp_path))
-
-
-def test_hf_hidden_files_are_not_read(tmp_path):
-    for file, count in (("train.parquet", 4), ("test.parquet", 2), (".trash/train.parquet", 3)):
-        parquet(tmp_path / file, count)
-    assert len(make("hf", path=str(tmp_path)).train) == 4
-
-
 def test_hf_parquet_in_split_folders(tmp_path):
     for split, count in (("train", 6), ("test", 4), ("validation", 2)):
         parquet(tmp_path / "default" / split / "0000.parquet", count)
+        parquet(tmp_path / "default" / ".trash" / split / "0000.parquet", count)
     assert [len(s) for s in make("hf", path=str(tmp_path))[:3]] == [6, 2, 4]
 
 
@@ -519,6 +504,24 @@ def test_hf_configurations_of_a_clone(tmp_path):
             make("hf", path=str(tmp_path), subset=subset)
     with pytest.raises(ConfigError, match=r"data\.subset: .*fold1 has no folder 'fold1', leave it null"):
         make("hf", path=str(tmp_path / "fold1"), subset="fold1")
+    splits = {
+        "train.parquet": "train",
+        "data/train-00000-of-00002.parquet": "train",
+        "train_sft-00000-of-00001.parquet": "train_sft",
+        "validation_matched-00000-of-00001-0123456789abcdef.parquet": "validation_matched",
+        "train-part-00000-of-00002.jsonl": "train",
+        "default/test/0000.parquet": "test",
+        "notes.txt": None,
+    }
+    assert {file: split_of(Path(file)) for file in splits} == splits
+    root, files = (
+        Path("root"),
+        [Path(name) for name in ("README.md", "de/train.jsonl", "en/test.jsonl", "en/train.jsonl")],
+    )
+    assert configuration(root, files, "train", None) == (root, files)
+    assert configuration(root, files, "train", "en") == (root / "en", [Path("test.jsonl"), Path("train.jsonl")])
+    with pytest.raises(ConfigError, match=r"data\.subset: root has de, en, did you mean 'en'"):
+        configuration(root, files, "train", "enn")
 
 
 def test_hf_splits_of_other_names_are_not_for_training(tmp_path):
@@ -546,6 +549,10 @@ def test_hf_labels_that_are_not_classes(tmp_path, caplog):
     parquet(tmp_path / "words" / "val.parquet", 4, names=None, labels=["yes", "no", "maybe", "no"])
     with pytest.raises(ConfigError, match=r"data.label_column: 'maybe' in split 'val' is not a class of 'train'"):
         make("hf", path=str(tmp_path / "words"))
+    parquet(tmp_path / "turned" / "train.parquet", 4)
+    parquet(tmp_path / "turned" / "test.parquet", 4, names=("dog", "cat"))  # of all files, `datasets` takes one's names
+    with pytest.raises(ConfigError, match=r"classes of column 'label' differ: .*dog, cat in .*test.parquet"):
+        make("hf", path=str(tmp_path / "turned"))
 
 
 def test_hf_columns_named_and_labels_of_text(tmp_path):

@@ -5,12 +5,10 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from pathlib import Path
 
 import pytest
 
-from data.hub import configuration, configure_hub, hub_unreachable, split_of
-from lion.config import ConfigError
+from data.hub import configure_hub, hub_unreachable
 from tests.helpers import ROOT
 
 LOADED_FIRST = """
@@ -40,33 +38,6 @@ def test_where_its_name_leads_nowhere_nothing_is_tried(monkeypatch, look_up, pro
     hub_unreachable.cache_clear()
     assert os.environ.get("HF_HUB_OFFLINE") == offline
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-
-
-@pytest.mark.parametrize(
-    ("file", "split"),
-    [
-        ("train.parquet", "train"),
-        ("data/train-00000-of-00002.parquet", "train"),
-        ("train_sft-00000-of-00001.parquet", "train_sft"),
-        ("validation_matched-00000-of-00001-0123456789abcdef.parquet", "validation_matched"),
-        ("train-part-00000-of-00002.jsonl", "train"),
-        ("default/test/0000.parquet", "test"),
-        ("notes.txt", None),
-    ],
-)
-def test_the_split_of_a_file(file, split):
-    assert split_of(Path(file)) == split
-
-
-def test_a_subset_may_be_a_folder_of_any_files():
-    files = [Path(name) for name in ("README.md", "de/train.jsonl", "en/test.jsonl", "en/train.jsonl")]
-    assert configuration(Path("root"), files, "train", None) == (Path("root"), files)
-    assert configuration(Path("root"), files, "train", "en") == (
-        Path("root/en"),
-        [Path("test.jsonl"), Path("train.jsonl")],
-    )
-    with pytest.raises(ConfigError, match=r"data\.subset: root has de, en, did you mean 'en'"):
-        configuration(Path("root"), files, "train", "enn")
 
 
 @pytest.mark.slow

@@ -179,18 +179,11 @@ def test_hidden_inputs_are_those_that_count(info):
     batch["mask"] = torch.arange(48) < 20  # the rest pads the last batch
     for found, want in zip(task.evaluate(model, batch).sums["loss"], task.evaluate(model, first).sums["loss"]):
         torch.testing.assert_close(found, want)
-
-
-def test_padding_of_a_batch_does_not_change_what_is_hidden():
-    """Check pairs of documents with `data.pad=batch`, where the length of a row depends on its batch."""
-    info = INFOS["pairs"]
-    task, model = masked(info, rate=0.4)
-    model.eval()
-    batch = Made(info).batch()
-    batch["segments"][..., 10:] = -1
-    short = batch | {name: batch[name][..., :10] for name in ("tokens", "segments")}
-    for found, want in zip(task.evaluate(model, short).sums["loss"], task.evaluate(model, batch).sums["loss"]):
-        torch.testing.assert_close(found, want)
+    if info.parts == 2:  # with `data.pad=batch`, the length of a row depends on its batch
+        first["segments"][..., 10:] = -1
+        short = first | {name: first[name][..., :10] for name in ("tokens", "segments")}
+        for found, want in zip(task.evaluate(model, short).sums["loss"], task.evaluate(model, first).sums["loss"]):
+            torch.testing.assert_close(found, want)
 
 
 def test_hidden_pixels_are_asked_for_normalised():

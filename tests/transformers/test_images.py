@@ -49,18 +49,6 @@ def test_a_distilled_model_trains_the_mean_of_its_heads():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("problem", ["multi_label_classification", "single_label_classification"])
-def test_losses_of_parts_of_a_batch_of_images_add_up(problem):
-    model = made(LionForImageClassification, "vit", num_labels=3).eval()
-    model.config.problem_type, images = problem, pixels(3)
-    labels = torch.tensor([[0.0, 1, 1], [1, 0, 0], [1, 1, 1]]) if "multi" in problem else torch.tensor([0, 2, 1])
-    labels = labels.to(model.dtype) if labels.is_floating_point() else labels
-    parts = [
-        model(images[i], labels=labels[i], num_items_in_batch=labels.numel()).loss for i in (slice(2), slice(2, 3))
-    ]
-    torch.testing.assert_close(sum(parts), model(images, labels=labels).loss)
-
-
 def test_other_images_are_refused():
     model = made(LionForImageClassification, "vit", num_labels=3)
     with pytest.raises(ValueError, match=r"images: expected \(B, 1, 8, 12\)"):

@@ -109,6 +109,16 @@ def test_what_cannot_be_expressed_is_refused():
         model(tokens, bool_masked_pos=tokens > 5)
     with pytest.raises(ValueError, match="use_cache: Bert reads all tokens at once"):
         model(tokens, use_cache=True)
+    single = made(LionForSequenceClassification, "lra", num_labels=3)
+    pairs = made(LionForSequenceClassification, "lra", num_labels=3, parts=2)
+    for model, shape, wanted in (
+        (single, (4, 2, 10), "B, L"),
+        (pairs, (4, 10), "B, 2, L"),
+        (pairs, (2, 4, 10), "B, 2, L"),
+    ):
+        with pytest.raises(ValueError, match=rf"input_ids: expected \({wanted}\), got \({str(shape)[1:-1]}\)"):
+            model(torch.zeros(shape, dtype=torch.long))
+    assert pairs(torch.zeros(4, 2, 10, dtype=torch.long)).logits.shape == (4, 3)
 
 
 @EVERY
@@ -247,32 +257,22 @@ def test_losses_of_parts_of_a_batch_add_up(compute):
     assert abs(parts[0] - parts[1]) > 0.1 * whole
 
 
+@pytest.mark.parametrize("kind", [LionForSequenceClassification, LionForImageClassification])
 @pytest.mark.parametrize("problem", ["regression", "multi_label_classification", "single_label_classification"])
-def test_losses_of_parts_of_a_batch_of_texts_add_up(problem):
-    model = made(LionForSequenceClassification, "bert", num_labels=1 if problem == "regression" else 3)
-    model.config.problem_type, tokens = problem, ids(3, 6)
+def test_losses_of_parts_of_a_batch_of_samples_add_up(problem, kind):
+    images = kind is LionForImageClassification
+    model = made(kind, "vit" if images else "bert", num_labels=1 if problem == "regression" else 3).double()
+    model.config.problem_type = problem
+    tokens = torch.randint(256, (3, 1, 8, 12), dtype=torch.uint8) if images else ids(3, 6)
     labels = {
-        "regression": torch.tensor([0.5, -2, 3]),
-        "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [1, 1, 1]]),
+        "regression": torch.tensor([0.5, -2, 3]).double(),
+        "multi_label_classification": torch.tensor([[0.0, 1, 1], [1, 0, 0], [1, 1, 1]]).double(),
         "single_label_classification": torch.tensor([0, 2, 1]),
     }[problem]
     parts = [
         model(tokens[i], labels=labels[i], num_items_in_batch=labels.numel()).loss for i in (slice(2), slice(2, 3))
     ]
     torch.testing.assert_close(sum(parts), model(tokens, labels=labels).loss)
-
-
-def test_sequences_of_another_rank_are_refused():
-    single = made(LionForSequenceClassification, "lra", num_labels=3)
-    pairs = made(LionForSequenceClassification, "lra", num_labels=3, parts=2)
-    for model, shape, wanted in (
-        (single, (4, 2, 10), "B, L"),
-        (pairs, (4, 10), "B, 2, L"),
-        (pairs, (2, 4, 10), "B, 2, L"),
-    ):
-        with pytest.raises(ValueError, match=rf"input_ids: expected \({wanted}\), got \({str(shape)[1:-1]}\)"):
-            model(torch.zeros(shape, dtype=torch.long))
-    assert pairs(torch.zeros(4, 2, 10, dtype=torch.long)).logits.shape == (4, 3)
 
 
 @EVERY
