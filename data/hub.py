@@ -99,10 +99,14 @@ def configuration(root: Path, files: list[Path], split: str, subset: str | None)
     below = [f for f in files if len(f.parts) > 1]
     if subset is not None and (own := [f.relative_to(subset) for f in below if f.parts[0] == subset]):
         return root / subset, own
-    tables = [f for f in below if f.suffix == ".parquet" or subset is not None]
-    names = sorted({f.parts[0] for f in tables if split_of(f.relative_to(f.parts[0])) == split})
+    found = [f for f in below if split_of(f.relative_to(f.parts[0])) == split]
+    names = sorted({f.parts[0] for f in found if f.suffix == ".parquet"})
     if len(names) > 1 or (subset is not None and names not in ([], ["data"])):
         raise ConfigError(f"data.subset: {root} has {', '.join(names)}, {nearest(str(subset), names)}")
+    others = sorted({f.parts[0] for f in found})
+    if subset is not None and len(others) > 1:
+        hint = f"{nearest(subset, others)}; data.subset=null reads all of them"
+        raise ConfigError(f"data.subset: {root} has {', '.join(others)}, {hint}")
     return root, files
 
 

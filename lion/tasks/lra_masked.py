@@ -82,9 +82,8 @@ class LRAMaskedTask(SequenceTask):
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         inputs = self.rows(batch)[0]
         each = inputs.shape[0] // len(batch["key"])  # rows per sample
-        draws = uniform(batch["key"], each * self.info.length).unflatten(
-            1, (each, -1)
-        )  # those of a row without padding
+        # the draws of rows of full length, so that the padding of a batch changes none
+        draws = uniform(batch["key"], each * self.info.length).unflatten(1, (each, -1))
         draws = draws[..., : inputs.shape[1]].flatten(0, 1)
         losses, hidden, outputs = self.losses(model, batch, draws)
         counted = batch["mask"].repeat_interleave(each)[:, None] & hidden

@@ -520,7 +520,9 @@ def test_hf_configurations_of_a_clone(tmp_path):
     )
     assert configuration(root, files, "train", None) == (root, files)
     assert configuration(root, files, "train", "en") == (root / "en", [Path("test.jsonl"), Path("train.jsonl")])
-    with pytest.raises(ConfigError, match=r"data\.subset: root has de, en, did you mean 'en'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.subset: root has de, en, did you mean 'en'\?; data\.subset=null reads all"
+    ):
         configuration(root, files, "train", "enn")
 
 
