@@ -104,7 +104,7 @@ def configuration(root: Path, files: list[Path], split: str, subset: str | None)
     if len(names) > 1 or (subset is not None and names not in ([], ["data"])):
         raise ConfigError(f"data.subset: {root} has {', '.join(names)}, {nearest(str(subset), names)}")
     others = sorted({f.parts[0] for f in found})
-    if subset is not None and len(others) > 1:
+    if subset is not None and not names and len(others) > 1:
         hint = f"{nearest(subset, others)}; data.subset=null reads all of them"
         raise ConfigError(f"data.subset: {root} has {', '.join(others)}, {hint}")
     return root, files

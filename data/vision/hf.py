@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from data.base import user_path
+from data.base import user_path, walk
 from data.hub import TEST, VAL, check_names, configuration, import_datasets, readable, split_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
@@ -97,9 +97,8 @@ def by_split(root: Path, train: str, subset: str | None = None) -> dict[str, lis
         ConfigError: There are several configurations, or others than `subset`.
     """
     found: dict[str, list[str]] = {}
-    # neither folders nor pipes
-    files = sorted(f.relative_to(root) for f in root.rglob("*.parquet") if f.is_file() or not f.exists())
-    files = [f for f in files if not any(part.startswith(".") for part in f.parts)]
+    paths = (Path(folder, name) for folder, names in walk(root) for name in names if name.endswith(".parquet"))
+    files = sorted(path.relative_to(root) for path in paths)
     root, files = configuration(root, files, train, subset)
     for file in files:
         found.setdefault(split_of(file) or train, []).append(str(root / file))

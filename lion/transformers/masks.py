@@ -105,9 +105,10 @@ def check_next(position_ids: Tensor, seen: Tensor, valid: Tensor | None, shape: 
     """
     check_shape(position_ids, shape)
     valid = torch.ones(shape, dtype=torch.bool, device=position_ids.device) if valid is None else valid
-    expected = seen[:, None] + valid.cumsum(1) - 1
-    if (valid & (position_ids != expected)).any():
-        raise ValueError("position_ids: expected positions that count on from the tokens of the cache")
+    same = (position_ids == seen[:, None] + valid.cumsum(1) - 1) | ~valid
+    message = "position_ids: expected positions that count on from the tokens of the cache"
+    if not holds(same.all(), message):
+        raise ValueError(message)
 
 
 def check_shape(position_ids: Tensor, shape: tuple[int, int]) -> None:

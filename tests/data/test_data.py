@@ -519,6 +519,8 @@ def test_hf_configurations_of_a_clone(tmp_path):
         [Path(name) for name in ("README.md", "de/train.jsonl", "en/test.jsonl", "en/train.jsonl")],
     )
     assert configuration(root, files, "train", None) == (root, files)
+    clone = [Path("data/train-00000-of-00001.parquet"), Path("scripts/train.py")]
+    assert configuration(root, clone, "train", "default") == (root, clone)
     assert configuration(root, files, "train", "en") == (root / "en", [Path("test.jsonl"), Path("train.jsonl")])
     with pytest.raises(
         ConfigError, match=r"data\.subset: root has de, en, did you mean 'en'\?; data\.subset=null reads all"
