@@ -241,52 +241,86 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
 }
 
 
-# comparisons that the same section of README.md states, by section of reports/paper.md: "a > b", or "a ? b" if undecided
+# comparisons that the section of README.md states, by section of reports/paper.md: "a > b", or "a ? b" if undecided
 SMALL_ORDERS = {
     "Positions: rotary softmax beside the mixers, tiny Shakespeare by character": [
-        "softmax rotary > softmax", "lion_s > softmax", "lion_s ? softmax rotary",
+        "softmax rotary > softmax",
+        "lion_s > softmax",
+        "lion_s ? softmax rotary",
     ],
     "Positions: rotary softmax beside the mixers, CIFAR-10": [
-        "lion_s with positions > softmax", "lion_s with positions > softmax rotary",
-        "lion_s with positions > softmax rotary 2-D", "lightnet > softmax rotary",
+        "lion_s with positions > softmax",
+        "lion_s with positions > softmax rotary",
+        "lion_s with positions > softmax rotary 2-D",
+        "lightnet > softmax rotary",
     ],
     "The readout: cls or the mean of all tokens, CIFAR-10": [
-        "lion_s with positions > softmax, mean", "lion_s with positions, cls ? softmax",
+        "lion_s with positions > softmax, mean",
+        "lion_s with positions, cls ? softmax",
     ],
     "LION, Table 2: ImageNet-1k, small": [
-        "lion_lit > lion_s", "lion_s with positions > lion_lit", "hydra > softmax", "vim > softmax",
-        "lion_d multiscan > lion_d", "lion_s multiscan ? lion_s",
+        "lion_lit > lion_s",
+        "lion_s with positions > lion_lit",
+        "hydra > softmax",
+        "vim > softmax",
+        "lion_d multiscan > lion_d",
+        "lion_s multiscan ? lion_s",
     ],
     "Vim beside LION, CIFAR-10": ["vim, 3 blocks ? softmax"],
     "LION, Table 14: softmax, positions and non-linearity": [
-        "softmax [2] positions > lion_s", "softmax [2] positions > softmax [4]", "softmax [2] positions > softmax [1] positions, non-linearity",
+        "softmax [2] positions > lion_s",
+        "softmax [2] positions > softmax [4]",
+        "softmax [2] positions > softmax [1] positions, non-linearity",
         "lion_lit [5] positions, non-linearity > lion_lit [7] non-linearity",
         "lion_lit [5] positions, non-linearity > lion_lit [6] positions",
         "lion_lit [7] non-linearity > lion_lit [6] positions",
         "lion_lit [5] positions, non-linearity > softmax [1] positions, non-linearity",
     ],
-    "LION, Table 16: directions": ["lion_s forward > lion_s", "lion_s backward > lion_s", "lion_s alternating > lion_s"],
+    "LION, Table 16: directions": [
+        "lion_s forward > lion_s",
+        "lion_s backward > lion_s",
+        "lion_s alternating > lion_s",
+    ],
     "Directions with position embeddings, CIFAR-10": [
-        "lion_s ? lion_s forward", "lion_s ? lion_s backward", "lion_s ? lion_s alternating",
+        "lion_s ? lion_s forward",
+        "lion_s ? lion_s backward",
+        "lion_s ? lion_s alternating",
     ],
     "LightNet, Table 1: without TPE, without LRPE": [
-        "lightnet > softmax", "lightnet > lightnet without LRPE", "lightnet ? lightnet without TPE",
+        "lightnet > softmax",
+        "lightnet > lightnet without LRPE",
+        "lightnet ? lightnet without TPE",
     ],
     "LION, Table 13: shapes of decays": ["lion_s_vector > lion_d", "lion_s ? lion_s_vector", "lion_s ? lion_d"],
     "LION, Table 5: ListOps": [
-        "lion_d_hippo > softmax", "lion_s_hippo > softmax", "lion_d_hippo > lion_lit", "lion_s_hippo > lion_lit",
-        "lion_d_hippo > lion_d_hippo random start", "lion_s_hippo ? lion_s_hippo random start",
-        "lion_s_hippo ? softmax rotary", "lion_d_hippo random start > softmax", "lion_s_hippo random start > softmax",
+        "lion_d_hippo > softmax",
+        "lion_s_hippo > softmax",
+        "lion_d_hippo > lion_lit",
+        "lion_s_hippo > lion_lit",
+        "lion_d_hippo > lion_d_hippo random start",
+        "lion_s_hippo ? lion_s_hippo random start",
+        "lion_s_hippo ? softmax rotary",
+        "lion_d_hippo random start > softmax",
+        "lion_s_hippo random start > softmax",
     ],
     "LION, Table 5: Image": [
-        "lion_d_hippo > lion_lit", "lion_s_hippo > lion_lit", "lion_d_hippo > lion_d_hippo random start",
-        "lion_s_hippo > lion_s_hippo random start", "lion_d_hippo ? softmax", "lion_s_hippo ? softmax",
-        "lion_d_hippo random start ? softmax", "lion_s_hippo random start ? softmax",
+        "lion_d_hippo > lion_lit",
+        "lion_s_hippo > lion_lit",
+        "lion_d_hippo > lion_d_hippo random start",
+        "lion_s_hippo > lion_s_hippo random start",
+        "lion_d_hippo ? softmax",
+        "lion_s_hippo ? softmax",
+        "lion_d_hippo random start ? softmax",
+        "lion_s_hippo random start ? softmax",
     ],
     "LION, Table 5: Pathfinder, and how W_v starts": ["lion_s_hippo ? softmax"],
     "LION, Tables 10 and 11: masked language modelling, base": [
-        "lion_s > lion_lit", "lion_d > lion_lit", "lion_s > softmax", "lion_d > softmax",
-        "lion_s ? softmax rotary", "hydra ? lion_s",
+        "lion_s > lion_lit",
+        "lion_d > lion_lit",
+        "lion_s > softmax",
+        "lion_d > softmax",
+        "lion_s ? softmax rotary",
+        "hydra ? lion_s",
     ],
     "The block around the mixer: convolution and gate, masked language modelling": [
         "lion_s, convolution and gate ? lion_s",
@@ -296,7 +330,7 @@ SMALL_ORDERS = {
         "lion_s with positions, convolution and gate > lion_s with positions",
     ],
     "Recall: row sums, and where decays start": ["lion_s, temperature 16 ? lion_s"],
-}  # fmt: skip
+}
 
 
 def test_small_runs_in_the_readme_are_rows_and_verdicts_of_the_report():

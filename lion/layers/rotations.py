@@ -85,9 +85,10 @@ class Lrpe(Rotation):
 
 
 class PrintedLrpe(Lrpe):
-    """MD-LRPE with theta_j as printed in Eq. 12.
+    """MD-LRPE whose index j continues over the axes, as in theta_j of Eq. 12.
 
-    The index j continues over the axes, so each axis rotates more slowly than the axis before.
+    Each axis rotates more slowly than the axis before. The first axis has the first pairs (s = 0; Eq. 12 counts s from
+    1, by which the last axis would have indices above those of the features).
     """
 
     runs_on = True

@@ -2,8 +2,8 @@
 
 Let `M_s` be the mask of scan s, brought back to the original order of the tokens. There are two ways to merge scans:
 
-    masks    Y = (S * M) V / rowsum(S * M), M = mean_s M_s      the released code, which made the paper's tables
-    outputs  Y = mean_s (S * M_s) V / rowsum(S * M_s)           the paper's text
+    masks    Y = (S * M) V / rowsum(S * M), M = mean_s M_s      the released code
+    outputs  Y = mean_s (S * M_s) V / rowsum(S * M_s)           our reading of C.14
 
 where `S = Q K^T`. Without a row sum the two are the same.
 """

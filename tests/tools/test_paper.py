@@ -425,7 +425,10 @@ def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
     assert figures.draw({"t": made}, store) == {} and (tmp_path / "paper" / "t.png").is_file()
 
 
-def test_the_size_of_a_state():
+def test_the_size_of_a_state_and_decays_by_layer():
+    two_scans = {"settings": {"model.attention.scans": ["row_snake", "column_snake"]}, "decays": [[1], [2], [3], [4]]}
+    assert figures.by_layer(two_scans) == [[1, 2], [3, 4]]
+    assert figures.by_layer({"settings": {}, "decays": [[1, 2], [3, 4]]}) == [[1, 2], [3, 4]]
     size = lambda *overrides: figures.state_numbers(resolve("recall_lion_s", overrides))  # noqa: E731
     dim, heads = 64, 2
     assert size("model.attention.normalize=none") == pytest.approx(dim * dim // heads, abs=2 * dim)

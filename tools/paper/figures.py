@@ -20,7 +20,7 @@ from tools.paper import drawings, measured
 from tools.paper.page import bounds, shapes_of
 from tools.paper.parts import Part, parts_of
 from tools.paper.tables import Table
-from tools.store import Store, tidy
+from tools.store import Row, Store, tidy
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
@@ -76,8 +76,15 @@ def decays_of(parts: Sequence[Part]) -> dict[str, list[list[list[float]]]]:
         for name, runs in part.results.runs.items():
             found = [run for run in runs.values() if run.get("decays")]
             if found:
-                kinds.setdefault(found[0]["key"], (f"{part.name}\n{name}", [run["decays"] for run in found]))
+                kinds.setdefault(found[0]["key"], (f"{part.name}\n{name}", [by_layer(run) for run in found]))
     return dict(kinds.values())
+
+
+def by_layer(run: Row) -> list[list[float]]:
+    """Return the decays of a run by layer, those of all scans of a layer together."""
+    scans = len(run["settings"].get("model.attention.scans", ())) or 1
+    layers = [run["decays"][first : first + scans] for first in range(0, len(run["decays"]), scans)]
+    return [[value for heads in layer for value in heads] for layer in layers]
 
 
 def decays(fig: Any, kinds: Mapping[str, list[list[list[float]]]]) -> None:
