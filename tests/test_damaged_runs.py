@@ -223,7 +223,9 @@ def test_weights_without_finite_outputs(trained, tmp_path, capsys):
     assert "the outputs of its model are not finite" in refuse(capsys, "predict", tmp_path / "tiny", picture, "--eager")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "{", '{"forms": 3}', "\0"], ids=repr)
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "{", '{"forms": 3}', '{"value": "x", "split": "test"}', "\0"], ids=repr
+)
 def test_a_summary_that_is_none(text, refuse_run, tmp_path):
     (tmp_path / "tiny" / "summary.json").write_text(text)
     refuse_run("again")

@@ -219,7 +219,8 @@ def one_line(error: Exception) -> str | None:
         return f"error: {os_error_text(error)}"
     if (path := truncated_library(error)) is not None:
         return f"error: {path} is truncated by a compilation that was killed: delete it and try again"
-    return f"error: {str(error).splitlines()[0]}" if full_disk(error) else None
+    full = full_disk(error)
+    return None if full is None else f"error: {os_error_text(full)}"
 
 
 def check_folder(what: str, folder: Path) -> None:

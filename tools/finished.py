@@ -91,9 +91,10 @@ def load(name: str) -> Run:
             for line in lines
             if line["kind"].startswith("val_") and not line["kind"].endswith("_ema") and line["step"] == best["step"]
         }
-        environment = json.loads((folder / ENVIRONMENT).read_text())
+        environment = dict(json.loads((folder / ENVIRONMENT).read_text()))
         summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
         test = summary["value"] if summary and summary["split"] == "test" else None
+        test = None if test is None else float(test)
         remark = summary["remark"] if summary and "remark" in summary else task.remark(best)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None

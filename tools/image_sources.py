@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -69,12 +69,13 @@ def images_of_split(recipe: Recipe, splits: Splits, split: str, most: int, batch
     if dataset is None:
         raise ConfigError(f"--reference: data set {recipe.data.name!r} has no {split} split")
     dataset = plain(dataset, splits)
-    chosen = Subset(dataset, drawn(len(dataset), most, seed))
+    chosen = drawn(len(dataset), most, seed)
     read = eval_batches(
-        chosen,
+        dataset,
         seed=seed,
         split=split,
         batch=batch,
+        chosen=chosen,
         collate=splits.collate,
         workers=loader_workers(recipe),
         faults=recipe.trainer.faults,

@@ -32,12 +32,12 @@ from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools.cli import choose_form, say, table
-from tools.compose import build_data, check_data, resolve_run
+from tools.compose import build_data, check_data, digest, resolve_run
 from tools.probe import device_name, stamp
 from tools.store import Row, Store, digits, pipes, widen
 
 CHUNK = 64  # default of tokens per chunk and per step
-LATER = ("ema", "data", "fingerprint")  # fields that rows of earlier versions lack
+LATER = ("ema", "data", "fingerprint", "weights")  # fields that rows of earlier versions lack
 SETTING = ("run", "checkpoint", "split", "tokens", "batch_tokens", "device", "threads", "precision", "compiled", *LATER)
 
 
@@ -79,6 +79,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         "ema": args.ema,
         "data": recipe.data.describe(),
         "fingerprint": splits.fingerprint,
+        "weights": digest(model),
         "device": device_name(),
         "threads": torch.get_num_threads(),
         "precision": recipe.trainer.precision,

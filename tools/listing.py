@@ -40,6 +40,7 @@ FAMILIES = {  # title by the beginning of a name; the longest beginning that fit
     "dit": "DiT: image generation with softmax (2212.09748)",
 }
 OWN = "Your own"
+TABLES = re.compile(r"Tables \d+(?:(?:, | and )\d+)+")
 NO_ROW = re.compile(r"^- \((.*)\)$")  # an `about.row` that is no row of a paper
 CPU = "For two CPU cores, minutes to hours; no result of a paper"
 
@@ -125,7 +126,8 @@ def listing(pattern: str = "") -> str:
 def matches(pattern: str, text: str) -> bool:
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatch(text.split()[0], pattern)
-    return pattern.lower() in text.lower()
+    each = TABLES.sub(lambda found: " ".join(f"Table {n}" for n in re.findall(r"\d+", found[0])), text)
+    return any(pattern.lower() in way.lower() for way in (text, each))
 
 
 def family(name: str) -> str:

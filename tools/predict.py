@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
     loaded.model.to(start_runtime("auto", matmul=loaded.recipe.trainer.matmul).device)

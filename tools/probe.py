@@ -7,6 +7,7 @@ import fcntl
 import os
 import platform
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -83,7 +84,8 @@ def device_name() -> str:
 
 def stamp(command: str) -> dict[str, Any]:
     """Return versions, git commit, date and command of a measurement, without the folders of this machine."""
-    command = re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", command)
+    words = [re.sub(r"^([\w.-]+=)?[/~].*/(?=[^/])", r"\1", word) for word in shlex.split(command)]
+    command = shlex.join(re.sub(r"(?<![^\s=])[/~]\S*/(?=[^\s/])", "", word) for word in words)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     versions = {"python": platform.python_version(), "torch": torch.__version__, **code_version()}
     return {**versions, "date": now, "command": command}

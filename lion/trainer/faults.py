@@ -34,14 +34,20 @@ class FaultsConfig:
     workers: int = setting(10, min=0, free=True)
 
 
-def full_disk(error: BaseException) -> bool:
-    """Return whether an error, or one of the errors that caused it, reports a full disk."""
+def full_disk(error: BaseException) -> OSError | None:
+    """Return the error of a full disk that an error is or was caused by, or None.
+
+    Some libraries have it in their message alone, as text or, those in Rust, as "os error 28".
+    """
     seen = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in NO_ROOM:
-            return True
+            return seen
+        for number in NO_ROOM:
+            if os.strerror(number) in str(seen) or f"(os error {number})" in str(seen):
+                return OSError(number, os.strerror(number))
         seen = seen.__cause__ or seen.__context__
-    return "No space left on device" in str(error)
+    return None
 
 
 def truncated_library(error: BaseException) -> str | None:

@@ -144,7 +144,7 @@ class SeededDataset(Dataset):
 
 
 class PaddedDataset(Dataset):
-    """An evaluation split, padded to whole batches, with the additional columns `mask` and `key`.
+    """An evaluation split, or the `chosen` samples of it, padded to whole batches, with the columns `mask` and `key`.
 
     `mask` (B,) is False for padding and for samples that cannot be read. `key` (B,), int64, depends on (seed, split,
     sample) alone. Noise generated from `key` (`lion.samples.seeds.uniform`) is the same for every model, form, batch
@@ -152,8 +152,12 @@ class PaddedDataset(Dataset):
     generator while it reads a sample.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, split: str) -> None:
+    def __init__(self, dataset: Dataset, seed: int, split: str, chosen: Sequence[int] | None = None) -> None:
         self.dataset, self.seed, self.split = dataset, seed, split
+        self.chosen = range(len(dataset)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
 
     def __getitems__(self, indices: list[int]) -> Samples:
         samples, (places, real, keys) = Samples(), self.places(indices)
@@ -172,8 +176,8 @@ class PaddedDataset(Dataset):
 
     def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:
         """Return the samples to read, whether each of them is real (not padding), and their keys."""
-        real = [index < len(self.dataset) for index in indices]
-        places = [index if ok else 0 for index, ok in zip(indices, real)]
+        real = [index < len(self) for index in indices]
+        places = [self.chosen[index if ok else 0] for index, ok in zip(indices, real)]
         return places, real, [derive(self.seed, self.split, place) for place in places]
 
 
@@ -299,6 +303,7 @@ def eval_batches(
     seed: int,
     split: str,
     batch: int,
+    chosen: Sequence[int] | None = None,
     rank: int = 0,
     world: int = 1,
     collate: Callable[[list[Any]], Batch] = default_collate,
@@ -307,10 +312,13 @@ def eval_batches(
     faults: FaultsConfig | None = None,
     device: torch.device | str = "cpu",
 ) -> Batches:
-    """Return this process's share of a split, in batches of one shape; `seed` and `split` determine the noise."""
-    rounds = -(-len(dataset) // (batch * world))
+    """Return this process's share of a split, in batches of one shape; `seed` and `split` determine the noise.
+
+    `chosen` are the indices of the samples to use, by default all.
+    """
+    padded = PaddedDataset(dataset, seed, split, chosen)
+    rounds = -(-len(padded) // (batch * world))
     first = rank * batch * rounds
     share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
     faults = faults or FaultsConfig()
-    dataset = PaddedDataset(dataset, seed, split)
-    return Batches(dataset, share, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
+    return Batches(padded, share, collate=collate, workers=workers, pin=pin, faults=faults, device=device)

@@ -50,9 +50,10 @@ class Writing:
 
 def refusal(error: Exception) -> str:
     """Return the message of a full disk or another error of the operating system; raise every other error again."""
-    if not isinstance(error, OSError) and not full_disk(error):
+    found = full_disk(error) or error
+    if not isinstance(found, OSError):
         raise error
-    return str(error).splitlines()[0]
+    return str(found).splitlines()[0]
 
 
 def copied(state: Any) -> Any:

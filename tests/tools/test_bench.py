@@ -19,7 +19,7 @@ from lion.config import ConfigError
 from lion.ops import linear_attention
 from tests.helpers import ROOT, here, refuse
 from tools import probe, processes
-from tools.bench import operators, ops
+from tools.bench import lengths, operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
 from tools.bench.report import Report, crossing, crossovers
@@ -123,10 +123,10 @@ def test_rows_hold_time_ratio_floor_and_memory():
 
 
 def test_rows_say_what_measured_them():
-    made = probe.stamp("./run.sh bench ops --out /tmp/there/reports")
+    made = probe.stamp("./run.sh bench ops --out /tmp/there/reports data.path='/home/ü b/some text' 'x: [a, /tmp/b]'")
     assert (made["python"], made["torch"]) == (platform.python_version(), torch.__version__)
     assert re.fullmatch("[0-9a-f]{40}", made["commit"]) and made["changed"] in (True, False)
-    assert made["command"] == "./run.sh bench ops --out reports"
+    assert made["command"] == "./run.sh bench ops --out reports 'data.path=some text' 'x: [a, b]'"
 
 
 def test_inputs_are_what_the_layer_hands_over():
@@ -169,10 +169,15 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
 def test_the_image_of_the_readme(tmp_path, capsys):
     line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
     assert f"{tmp_path}/ops.json: no measurements yet, run ./run.sh bench ops first" in line
-    (tmp_path / "ops.json").write_text((ROOT / "reports" / "ops.json").read_text())
+    held = json.loads((ROOT / "reports" / "ops.json").read_text())
     pytest.importorskip("matplotlib")
-    assert here("bench", "lengths", "--out", tmp_path) == 0
-    assert capsys.readouterr().out == f"written: {tmp_path}/lengths.png\n"
+    chunks = [row | {"chunk_size": 16} for row in held["rows"] if row["form"] == "chunk" and row["length"] == 1024]
+    for rows in (held["rows"] + chunks, [r | {"peak_bytes": None} for r in held["rows"] if r["pass"] == "forward"]):
+        (tmp_path / "ops.json").write_text(json.dumps({**held, "rows": rows}))
+        for found in (lengths.panels(Report(tmp_path).load().widest(), which) for which in lengths.PASSES):
+            assert all(len(x) == len({*x}) > 0 for lines in found.values() for _, x, _ in lines)
+        assert here("bench", "lengths", "--out", tmp_path) == 0
+    assert capsys.readouterr().out == f"written: {tmp_path}/lengths.png\n" * 2
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -31,6 +31,9 @@ def test_every_mode_at_every_length(measured):
         assert row["ms"] > 0 and row["vocabulary"] == 65 and row["shape"] == "dim 128, depth 4, 4 heads"
         assert row["growth"] == 1 if row["length"] == 20 else row["growth"] > 0
         assert (row["ratio"] == 1) == (row["mode"] == "kv")
+    apart = [{**rows[0], "length": 80, "shortest": 80, "growth": 1.0}, *(r for r in rows if r["length"] == 20)]
+    column = generate.HEADER.index("x shortest")
+    assert {(cells[1], cells[column]) for cells in generate.tabled(apart)[1]} == {("20", "1.00"), ("80", "-")}
 
 
 def test_bytes_of_states(measured):

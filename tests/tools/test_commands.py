@@ -293,6 +293,7 @@ def test_recipes_by_family():
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == set(recipe_names())
     assert "Your own" not in listed, "every recipe here has a family"
     assert "cifar100_softmax " not in listing("lion_s") and "cifar100_lion_s " in listing("LION_S")
+    assert "cifar100_lion_s " in listing("table 14") and "cifar100_lion_s_vector" not in listing("Table 14")
     assert "gpt2_small_softmax" in listing("*small*softmax") and "mlm" not in listing("*small*softmax")
     with pytest.raises(ConfigError, match=r"'quickstrat': no recipe's name or row matches, did you mean 'quickstart'"):
         listing("quickstrat")
@@ -635,7 +636,8 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys, caplog):
         assert here("train", recipe, f"data.root={tmp_path / 'moved'}", "--no-eval") == 0  # only the place has changed
     assert "resuming at step 2 of 3" in caplog.text
     capsys.readouterr()
-    assert "a file, not a run's folder; ./run.sh convert makes" in refuse(capsys, "eval", run / "recipe.yaml")
+    for inside in ("recipe.yaml", "checkpoints/last"):
+        assert f"not a run's folder, did you mean '{run}'?" in refuse(capsys, "eval", run / inside)
     for split in ("train", "val"):
         pictures(tmp_path / "moved", {split: {"eel": 2}})
     assert "was trained on other data: number of classes was 2, and is 3 now" in refuse(capsys, "eval", run)

@@ -1,6 +1,7 @@
 """Exported programs: the outputs of the run, in processes without `lion`, and errors."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,9 +25,10 @@ from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import ROOT, here, refuse
 from tests.test_docs import blocks
+from tools.cli import one_line
 from tools.compose import make_task, resolve
 from tools.convert import write_run
-from tools.export import FORMATS, pt2
+from tools.export import FORMATS, place, pt2
 from tools.export.onnx import solved
 from tools.export.ports import PORTS, Port, facts_of
 
@@ -336,6 +338,15 @@ def test_bad_input(folder, tmp_path, capsys, monkeypatch):
         assert "--format onnx needs onnxruntime: pip install" in line("text", tmp_path / "a.onnx", "--format", "onnx")
     (tmp_path / "file").write_text("")
     assert "cannot be written (" in line("pixels", tmp_path / "file" / "a.pt2", "--format", "pt2")
+    for error in (OSError(28, "No space left on device", "x"), RuntimeError("I/O error (os error 28)")):
+        with pytest.raises(OSError, match="No space left") as full, place.written(tmp_path / "b"):
+            raise error
+        assert full.value.filename == str(tmp_path / "b") and one_line(full.value).endswith("No space left on device")
+    with place.written(tmp_path / "c") as folder:
+        folder.mkdir()
+        (folder / "own").touch(0o600)
+    assert (tmp_path / "c" / "own").stat().st_mode == (tmp_path / "file").stat().st_mode
+    shutil.rmtree(tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

@@ -103,6 +103,9 @@ def test_texts_are_tables_of_their_own(runs, tmp_path, capsys):
     assert here(*command) == 0 and here(*command, f"data.path={other}") == 0
     assert len({row["fingerprint"] for row in rows_of(tmp_path)}) == 2
     assert (tmp_path / "extrapolation.md").read_text().count("\n## ") == 2
+    again = tmp_path / "again" / run.name  # another model of this name
+    assert here("train", run.parents[1] / f"{run.name}.yaml", "seed=1", f"run.root={again.parent}", "--no-eval") == 0
+    assert here("eval", again, *command[2:]) == 0 and len(rows_of(tmp_path)) == 3
 
 
 def test_beyond_the_positions_there_is_nothing(runs, tmp_path, capsys):

@@ -174,6 +174,12 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
     lost = json.dumps({**json.loads(lines[first]), "top1": None, "loss": None})  # not finite
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*lines[:first], lost, *lines[first:]]))
     assert load(str(tmp_path / "run")).curve == load(str(runs / "lion_s0")).curve
+    for name, text in (("environment.json", "[1]"), ("summary.json", '{"value": "x", "split": "test"}')):
+        whole = (tmp_path / "run" / name).read_text()
+        (tmp_path / "run" / name).write_text(text)
+        with pytest.raises(ConfigError, match="run: its metrics cannot be read"):
+            load(str(tmp_path / "run"))
+        (tmp_path / "run" / name).write_text(whole)
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[: len(lines) // 2]))
     with pytest.raises(ConfigError, match=r"run: stopped at step \d+, finish its training first"):
         load(str(tmp_path / "run"))
@@ -252,9 +258,16 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     capsys.readouterr()
     line = refuse(capsys, "report", runs / "softmax0", "--out", tmp_path)
     assert (
-        "classification.json: holds lion_s0, missing here; --name NAME starts another report, --fresh replaces" in line
+        "classification.json: holds lion_s0 (seed 0), missing here; --name NAME starts another report, --fresh" in line
     )
     assert (tmp_path / "image_classification.md").read_text() == before
+    (tmp_path / "other").mkdir()  # another run of this name
+    shutil.copytree(runs / "lion_s1", tmp_path / "other" / "lion_s0")
+    both = runs / "lion_s0", tmp_path / "other" / "lion_s0"
+    assert here("report", *both, "--out", tmp_path, "--name", "both") == 0
+    assert "holds lion_s0 (seed 1), missing here" in refuse(
+        capsys, "report", both[0], "--out", tmp_path, "--name", "both"
+    )
     assert here("report", runs / "softmax0", "--out", tmp_path, "--fresh") == 0
     assert (tmp_path / "image_classification.md").read_text() != before
     assert here("report", runs / "lion_s0", "--out", tmp_path, "--name", "v1.2") == 0

@@ -144,7 +144,8 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     scores = {"mnli": [80.0], "rte": [50.0]}
     found = scores_table({("a", "m2_base"): [scores], ("a", "cramming"): [scores]})[1]
     assert [row[-2] for row in found] == ["65.00", "70.00, MNLI twice"]  # as its recipe counts numbers
-    assert scores_table({("a", "own"): [scores]}, {("a", "own"): "numbers"})[1][0][-2] == "70.00, MNLI twice"
+    assert scores_table({("a", "own"): [scores]}, {("a", "own"): {"mnli": 2}})[1][0][-2] == "70.00, MNLI twice"
+    assert scores_table({("a", "cramming"): [scores]}, {("a", "cramming"): {"mnli": 1}})[1][0][-2] == "65.00"
     files[1].write_text(json.dumps({"rows": [{"task": "rte", "seed": 0, "lr": 1e-5, "score": 70.0}]}))
     ((*_, n),) = glue_table(groups)[1]
     assert n == "2-3"

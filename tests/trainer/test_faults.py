@@ -21,7 +21,7 @@ from lion.samples.base import Unreadable
 from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint_files import check_space, newest, steps_of
-from lion.trainer.faults import FaultsConfig, RunError, memory_advice
+from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from tests.helpers import ROOT, here, tiny_recipe
@@ -310,6 +310,9 @@ def test_a_full_disk_in_a_sharded_save_is_its_os_error(monkeypatch, tmp_path):
     monkeypatch.setattr(parallel.dcp, "save", save)
     with pytest.raises(OSError, match="No space left"):
         parallel.shard_writer(tmp_path, {}, beside=False)()
+    for number, said in ((28, "[enforce fail] No space left on device"), (27, "Error: I/O error (os error 27)")):
+        assert full_disk(RuntimeError(said)).errno == number
+    assert full_disk(RuntimeError("os error 2")) is None and full_disk(FileNotFoundError(2, "no")) is None
 
 
 def test_a_full_disk_before_the_first_byte(tmp_path, monkeypatch, caplog):

@@ -121,6 +121,8 @@ def test_the_noise_of_evaluation_depends_on_seed_split_and_sample_alone():
         assert not {draw for draw, _ in other.values()} & {draw for draw, _ in found.values()}
         assert all(other[i][1] != found[i][1] for i in found)
     assert {i: key for i, (_, key) in noise(Whole()).items()} == {i: key for i, (_, key) in found.items()}
+    assert noise(Noisy(10), chosen=[7, 2, 5, 9, 0], batch=3) == {i: found[i] for i in (7, 2, 5, 9, 0)}
+    assert {i: key for i, (_, key) in noise(Whole(), chosen=[7, 2]).items()} == {i: found[i][1] for i in (7, 2)}
 
 
 class Ragged(Dataset):

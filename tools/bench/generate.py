@@ -7,9 +7,10 @@ with position embeddings has enough of them for the longest text. The first mode
 attention. `ms` is the median time of the model's call for one more token of every sequence, without sampling. The call
 is compiled, except with `--eager`. In every round, all lengths and models take turns; mode attention has separate
 rounds. `x shortest` is the median over rounds of the time divided by the time at the shortest length; 1 means that the
-length does not matter. `x kv` is the median ratio to softmax with a KV cache at the same length. `state` is the memory
-kept from one token to the next, for all sequences. `x less` is the size of the KV cache of softmax divided by `state`.
-`peak` is the memory that a call takes beyond weights and state. `state` and `peak` count the bytes of tensors.
+length does not matter, and - that another call measured the shortest length. `x kv` is the median ratio to softmax with
+a KV cache at the same length. `state` is the memory kept from one token to the next, for all sequences. `x less` is the
+size of the KV cache of softmax divided by `state`. `peak` is the memory that a call takes beyond weights and state.
+`state` and `peak` count the bytes of tensors.
 
 Results are added to `generate.md`, `generate.json` and `generate.png` in runs/bench, or in the folder `--out`.
 """
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     check_compiler(args.eager)
     models(args.runs)  # refuses bad runs before anything is measured
     report = Store(args.out / "generate.json", rows=(*SETTING, "batch", "mixer", "mode", "length")).load(args.fresh)
@@ -185,7 +186,7 @@ def measure(job: Job, send: Send) -> None:
         own, first = times[variant], times[variant._replace(length=job.lengths[0])]
         cached = times.get(Variant(SOFTMAX, "kv", variant.length))
         row["ms"] = 1e3 * statistics.median(own)
-        row["growth"] = statistics.median(t / s for t, s in zip(own, first))
+        row["growth"], row["shortest"] = statistics.median(t / s for t, s in zip(own, first)), job.lengths[0]
         row["ratio"] = statistics.median(t / s for t, s in zip(own, cached)) if cached else None
         send({"kind": "row", **row})
 
@@ -225,7 +226,7 @@ def go_on(model: GPT, token: Tensor, state: Any) -> Tensor:
 def line(row: Row) -> str:
     """Return the progress line of a row."""
     text = f"{row['mixer']} {row['mode']}, {row['length']:,} tokens: {digits(row['ms'])} ms a token"
-    return f"{text}, {row['growth']:.2f} x shortest, state {digits(row['state_bytes'] / 2**20)} MiB"
+    return f"{text}, {row['growth']:.2f} x {row['shortest']:,} tokens, state {digits(row['state_bytes'] / 2**20)} MiB"
 
 
 def title(row: Row) -> str:
@@ -238,19 +239,24 @@ def order(row: Row) -> tuple:
     return row["batch"], row["length"], row["mixer"] != SOFTMAX, row["mixer"], [*MODES].index(row["mode"])
 
 
-def cells(row: Row, cache: int | None) -> list[str]:
-    """Return the cells of a row; `cache` is the size in bytes of the KV cache of softmax at the same length."""
+def cells(row: Row, cache: int | None, shortest: int) -> list[str]:
+    """Return the cells of a row; `cache` is the size in bytes of the KV cache of softmax at the same length.
+
+    Rows that were not measured beside the `shortest` length of the table have no ratio to it.
+    """
     ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    growth = f"{row['growth']:.2f}" if row.get("shortest", shortest) == shortest else "-"
     less = "-" if cache is None else digits(cache / row["state_bytes"])
     peak = "-" if row["peak_bytes"] is None else digits(row["peak_bytes"] / 2**20)
     state = digits(row["state_bytes"] / 2**20)
     about = [str(row["batch"]), f"{row['length']:,}", row["mixer"], row["mode"]]
-    return [*about, digits(row["ms"]), f"{row['growth']:.2f}", ratio, state, less, peak]
+    return [*about, digits(row["ms"]), growth, ratio, state, less, peak]
 
 
 def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     caches = {(r["batch"], r["length"]): r["state_bytes"] for r in rows if (r["mixer"], r["mode"]) == (SOFTMAX, "kv")}
-    return HEADER, [cells(r, caches.get((r["batch"], r["length"]))) for r in sorted(rows, key=order)]
+    shortest = min(r["length"] for r in rows)
+    return HEADER, [cells(r, caches.get((r["batch"], r["length"])), shortest) for r in sorted(rows, key=order)]
 
 
 def markdown(report: Store) -> str:

@@ -14,8 +14,8 @@ attention layer's mixing takes beyond q, k and v, including its output. `x SDPA`
 memory of SDPA and by the size of softmax's attention matrices in one layer, which SDPA does not build. `peak` is the
 peak memory of the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12`
 is the count for one attention layer with one head of the model's width by the paper's formulas. The plot of a run shows
-its latest measurement. `--evaluate N` also measures the task's metric on N held-out samples of every size, in the first
-variant that has the run's weights.
+its latest measurement. `--evaluate N` also measures the task's metric on N random held-out samples of every size, in
+the first variant that has the run's weights.
 
 Results are added to `inference.md`, `inference.json` and `inference_RUN.png` in runs/bench, or in the folder `--out`.
 """
@@ -51,7 +51,8 @@ from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.cli import Parser, count, counts
-from tools.compose import build_data, describe_data, make_task, recipe_unless_run, resolve_run
+from tools.compose import build_data, describe_data, digest, make_task, recipe_unless_run, resolve_run
+from tools.image_sources import drawn
 from tools.probe import (
     Variant,
     check_compiler,
@@ -70,7 +71,7 @@ from tools.store import Row, Store, digits, pipes
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
 FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
-LATER = ("against",)  # fields that rows of earlier versions lack
+LATER = ("against", "weights")  # fields that rows of earlier versions lack
 SETTING = ("device", "threads", "run", "batch", "compiled", *LATER)
 KEY = (*SETTING, "size", "form", "chunk_size")
 HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
@@ -106,7 +107,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a size")
     parser.add_argument("--threads", type=count)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--evaluate", type=count, metavar="N", dest="samples", help="metric on N held-out samples")
+    parser.add_argument(
+        "--evaluate", type=count, metavar="N", dest="samples", help="metric on N random held-out samples"
+    )
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the run's own model")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
@@ -233,7 +236,7 @@ def measure(job: Job, send: Send) -> None:
     device, loaded = pick_device(), open_model(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
-    matrix = 0
+    matrix, failed = 0, None
     trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
         task, model = build(loaded, job.size, variant, job.against)
@@ -260,12 +263,15 @@ def measure(job: Job, send: Send) -> None:
                 compile_blocks(model)
             warm_up(once, device)
             row["peak_bytes"] = tensor_peak(once, device)
-            if job.samples and variant == trained:
-                value = value_of(loaded, job.size, task, model, job.samples)
-                row |= {"value": value, "shown": task.metric.number(value), "metric": task.metric.heading}
         except (RuntimeError, ValueError, ConfigError) as error:
             send({"kind": "note", "text": f"{variant}: {first_line(error)}"})
             continue
+        if job.samples and variant == trained:
+            try:
+                value = value_of(loaded, job.size, task, model, job.samples)
+                row |= {"value": value, "shown": task.metric.number(value), "metric": task.metric.heading}
+            except Exception as error:
+                failed = error
         runs[variant] = once
         rows[variant] = {
             "run": loaded.folder.name,
@@ -281,6 +287,7 @@ def measure(job: Job, send: Send) -> None:
             "threads": job.threads,
             "compiled": not job.eager,
             "against": job.against and Path(job.against).stem,
+            "weights": digest(loaded.model) if loaded.checkpoint else None,
             **row,
             "matrix_bytes": matrix,
             **stamp(job.command),
@@ -291,6 +298,8 @@ def measure(job: Job, send: Send) -> None:
         row["ms"] = 1e3 * statistics.median(times[variant])
         row["ratio"] = statistics.median(t / s for t, s in zip(times[variant], base)) if base else None
         send({"kind": "row", **row})
+    if failed:  # raised now, so that no time is lost
+        raise failed
 
 
 def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
@@ -310,11 +319,11 @@ def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
 
 
 def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int) -> float:
-    """Return the task's metric on the first samples of the split, `limit` at most."""
+    """Return the task's metric on samples of the split, `limit` at most, drawn by the run's seed."""
     split, splits = held_out(loaded, size)
-    data = getattr(splits, split)
-    some = torch.utils.data.Subset(data, range(min(limit, len(data))))
-    batches = eval_batches(some, seed=loaded.recipe.seed, split=split, batch=min(16, len(some)), collate=splits.collate)
+    data, seed = getattr(splits, split), loaded.recipe.seed
+    some = drawn(len(data), limit, seed)
+    batches = eval_batches(data, seed=seed, split=split, batch=min(16, len(some)), chosen=some, collate=splits.collate)
     runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
     return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
 

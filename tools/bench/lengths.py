@@ -42,13 +42,20 @@ def main(argv: list[str]) -> int:
 
 
 def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:
-    """Return the lines of each panel, by the title of the panel: (mixer, form), lengths and values."""
+    """Return the lines of each panel, by the title of the panel: (mixer, form), lengths and values.
+
+    A line without measurements is left out. Of several chunk sizes, the one with the most lengths is drawn.
+    """
     found = {f"{PASSES[which]}: time over softmax's": [], f"{PASSES[which]}: memory, KiB a token": []}
     for line in LINES:
         own = [r for r in rows if (r["mixer"], r["form"]) == line and r["pass"] == which]
-        memory = [r["peak_bytes"] / 2**10 / (r["batch"] * r["length"]) for r in own]
-        for points, values in zip(found.values(), ([r["ratio"] for r in own], memory)):
-            points.append((line, [r["length"] for r in own], values))
+        sizes = [r["chunk_size"] for r in own]
+        own = [r for r in own if r["chunk_size"] == max(sizes, key=sizes.count)]
+        ratios = [(r["length"], r["ratio"]) for r in own]
+        memory = [(r["length"], r["peak_bytes"] / 2**10 / (r["batch"] * r["length"])) for r in own if r["peak_bytes"]]
+        for lines, points in zip(found.values(), (ratios, memory)):
+            if points:
+                lines.append((line, *map(list, zip(*points))))
     return found
 
 
@@ -59,7 +66,7 @@ def picture(fig: Any, rows: list[Row]) -> None:
             for line, x, y in lines:
                 (label, colour), (dashes, marker) = LINES[line], STYLES.get(line[1], ("-", ""))
                 ax.plot(x, y, label=label, color=colour, linestyle=dashes, marker=marker, markersize=4)
-            ax.set(xscale="log", yscale="log")
+            ax.set(xscale="log", yscale="log" if lines else "linear")
             ax.set_title(title, fontsize=10)
             ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45, fontsize=8)
             ax.minorticks_off()

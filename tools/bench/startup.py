@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--batch", type=count, default=16, help="samples per step")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     report, command = Report(args.out).load(args.fresh), shlex.join(["./run.sh", "bench", "startup", *argv])
     names = args.recipes or list(DEFAULT)
     for name in names:

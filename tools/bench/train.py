@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of another shape, timed in the same rounds")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     check_compiler(args.eager)
     report = Store(args.out / "train.json", later=LATER, rows=(*SETTING, "mixer")).load(args.fresh)
     if args.threads:

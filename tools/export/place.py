@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lion.config import ConfigError
 from lion.files import sync
+from lion.trainer.faults import full_disk
 
 
 @contextmanager
@@ -18,15 +19,30 @@ def written(out: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: `out` cannot be written.
+        OSError: The disk is full.
     """
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         scratch.mkdir(parents=True)
         yield scratch / out.name
+        share(scratch)
         sync(scratch / out.name)
         os.rename(scratch / out.name, out)
         sync(out.parent)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
+    except Exception as error:
+        if full := full_disk(error):
+            raise OSError(full.errno, full.strerror, str(out)) from None
+        if isinstance(error, OSError):
+            raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def share(folder: Path) -> None:
+    """Give all files of a folder the permissions of new files; safetensors may write for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)

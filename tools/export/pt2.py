@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | No
 
 
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:
-    torch.export.save(graph, path, extra_files=program.files)
+    packed = io.BytesIO()  # torch's writer of files ends the process on a full disk
+    torch.export.save(graph, packed, extra_files=program.files)
+    path.write_bytes(packed.getbuffer())
 
 
 def load(path: Path) -> Callable[..., Any]:

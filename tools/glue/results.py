@@ -189,11 +189,15 @@ def hundredths(value: float) -> str:
 def mean_of_tasks(rows: list[Row], average: str) -> float:
     """Average the mean scores of the tasks; a task counts once, or (`average` "numbers") once per number."""
     by_task: dict[str, list[float]] = {}
-    numbers: dict[str, int] = {}
     for row in rows:
         by_task.setdefault(row["task"], []).append(row["score"])
-        numbers[row["task"]] = len(enters_of(row)) - len(row["missing"]) if average == "numbers" else 1
-    return statistics.fmean(map(statistics.mean, by_task.values()), numbers.values())
+    return statistics.fmean(map(statistics.mean, by_task.values()), counts_of(rows, average).values())
+
+
+def counts_of(rows: list[Row], average: str) -> dict[str, int]:
+    """Return how often each task counts in the average: once, or (`average` "numbers") once per measured number."""
+    numbers = average == "numbers"
+    return {row["task"]: len(enters_of(row)) - len(row["missing"]) if numbers else 1 for row in rows}
 
 
 def remarks(rows: list[Row], asked: Table) -> list[str]:
@@ -206,7 +210,7 @@ def remarks(rows: list[Row], asked: Table) -> list[str]:
         f"Scores times 100, on the validation sets, after the last step ({chosen}); `best` is the best evaluation. "
         "Mean ± standard deviation over n seeds."
     ]
-    if asked.average == "numbers":
+    if counts_of(rows, asked.average).get("mnli") == 2:
         notes.append("The average is over numbers: the two accuracies of MNLI count as two.")
     if missing := [task for task in TASKS if task not in there]:
         notes.append(f"Not run: {', '.join(missing)}; the average is not the GLUE average.")

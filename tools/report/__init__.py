@@ -24,7 +24,7 @@ from tools.cli import Parser, file_name, table
 from tools.finished import load
 from tools.report.runs import group
 from tools.report.section import Section, as_rows, as_section, curves, judged, markdown
-from tools.store import Store
+from tools.store import Row, Store
 
 USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", type=file_name, help="of the report's files (default: by the task, or the first run)")
     parser.add_argument("--notes", type=Path, help="Markdown file to append to the report")
     parser.add_argument("--fresh", action="store_true", help="replace an existing report of other runs")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
     if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
@@ -110,17 +110,22 @@ def put(store: Store, section: Section) -> None:
     Raises:
         ConfigError: The old section has runs that the new section lacks.
     """
-    runs = {run.folder.name for run in section.runs}
-    before = {key: row["run"] for key, row in store.rows.items() if row["section"] == section.title}
-    if lost := set(before.values()) - runs:
+    about, rows = as_section(section), as_rows(section)
+    before = [key for key, row in store.rows.items() if row["section"] == section.title]
+    if lost := {named(store.rows[key]) for key in before} - {*map(named, rows)}:
         raise ConfigError(
             f"{store.path}: holds {min(lost)}, missing here; --name NAME starts another report, --fresh replaces this"
         )
     for key in before:
         del store.rows[key]
-    store.tables["sections"][section.title,] = as_section(section)  # at its old position
-    for row in as_rows(section):
+    store.tables["sections"][section.title,] = about  # at its old position
+    for row in rows:
         store.add(row)
+
+
+def named(row: Row) -> str:
+    """Return the name of a stored run with its seed: runs in several folders may have one name."""
+    return f"{row['run']} (seed {row['seed']})"
 
 
 def read_notes(path: Path | None) -> str:

@@ -30,15 +30,25 @@ class Claims(NamedTuple):
 
 @functools.cache
 def claims_about(task: str) -> Claims:
-    """Return the claims and questions of all tables of a task (`tools/paper/tables`)."""
-    claims, asked = dict[tuple[str, str], None](), dict[tuple[str, str], None]()
+    """Return the claims and questions of all tables of a task (`tools/paper/tables`).
+
+    A pair that the papers print in two orders, on any data, is a question.
+    """
+    claims, asked, both = dict[tuple[str, str], None](), dict[tuple[str, str], None](), set[tuple[str, str]]()
     for name, table in read_tables().items():
+        printed = {row for row, each in table.rows.items() if each.published}
         for scale in SCALES:
             names = {cell.row: called(cell.recipe) for cell in cells(name, table, scale) if of(cell.recipe) == task}
             for found, pairs in ((claims, table.claims), (asked, table.open)):
-                named = [(names[a], names[b]) for a, b in pairs if a in names and b in names]
-                found |= {(a, b): None for a, b in named if a != b and (b, a) not in found}
-    return Claims(tuple(claims), tuple(pair for pair in asked if not {pair, pair[::-1]} & claims.keys()))
+                for a, b in (pair for pair in pairs if names.keys() >= {*pair} and names[pair[0]] != names[pair[1]]):
+                    pair, other = (names[a], names[b]), (names[b], names[a])
+                    if other in claims or (found is asked and printed >= {a, b}):
+                        both |= {pair, other}
+                    if other not in found:
+                        found[pair] = None
+    clear = tuple(pair for pair in claims if pair not in both)
+    questions = dict.fromkeys(pair[::-1] if pair[::-1] in claims else pair for pair in (*asked, *claims))
+    return Claims(clear, tuple(pair for pair in questions if pair not in clear))
 
 
 def published(recipe: Recipe) -> str:

@@ -11,7 +11,7 @@ from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
 from tools.finished import Run
-from tools.glue.scores import Scores, read_average, read_scores, scores_table
+from tools.glue.scores import Scores, read_counts, read_scores, scores_table
 from tools.report.paper import Claims, published
 from tools.store import spread
 
@@ -49,14 +49,14 @@ def result_table(groups: Groups) -> Table:
 def glue_table(groups: Groups) -> Table:
     """Return a table of the scores that `./run.sh glue` measured for runs (RUN/glue/RECIPE/results.json)."""
     found: dict[tuple[str, str], list[Scores]] = {}
-    averages: dict[tuple[str, str], str] = {}
+    counts: dict[tuple[str, str], dict[str, int]] = {}
     for name, runs in groups.items():
         for path in sorted(p for run in runs for p in run.folder.glob("glue/*/results.json")):
             row = name, path.parent.name
             found.setdefault(row, []).append(read_scores(path))
-            if over := read_average(path):
-                averages[row] = over
-    return scores_table(found, averages)
+            if own := read_counts(path):
+                counts[row] = own
+    return scores_table(found, counts)
 
 
 def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
