@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lion.ops import Part, SegmentIndex, check_masks, segment_index
 from lion.ops.segments import segment_starts
+from lion.ops.settings import hint
 
 
 class Layout(NamedTuple):
@@ -229,8 +230,16 @@ ROW_MAJOR = ("row_major",)
 def grid_layout(height: int, width: int, scans: Sequence[str] = ROW_MAJOR, special: int = 1, before: int = 0) -> Layout:
     """Return the layout of an image: `before` of its `height` x `width` patches, `special` tokens, all other patches.
 
-    Every scan visits the special tokens first; scans other than row-major order need `before=0`.
+    Every scan visits the special tokens first.
+
+    Raises:
+        ValueError: An unknown scan, or a scan other than row-major order with patches before the special tokens.
     """
+    for scan in scans:
+        if scan not in SCANS:
+            raise ValueError(f"scans: unknown scan {scan!r}, {hint(scan, SCANS)}")
+    if before and tuple(scans) != ROW_MAJOR:
+        raise ValueError(f"scans: expected {ROW_MAJOR[0]!r} with {before} patches before the special tokens")
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)
     coords = torch.cat([places[:, :before], torch.full((2, special), -1), places[:, before:]], 1)
     layout = Layout(coords=coords, special=(coords < 0).all(0))

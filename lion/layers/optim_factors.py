@@ -12,7 +12,7 @@ class OptimFactors(NamedTuple):
     """Factors of the learning rate and of the weight decay of a parameter; 0 turns either off.
 
     A module sets them in an attribute `optim_factors: dict[str, OptimFactors]`. The keys are the names in the module's
-    `named_parameters`: "step", "gate.weight".
+    `named_parameters`: "step", "gate.weight". Factors of several modules for one parameter multiply.
     """
 
     lr: float = 1.0
@@ -37,7 +37,8 @@ def optim_factors(model: nn.Module) -> dict[str, OptimFactors]:
         own = dict(module.named_parameters(remove_duplicate=False)) if factors else {}
         for name, factor in factors.items():
             if name in own:
-                found[f"{path}.{name}" if path else name] = factor
+                full = f"{path}.{name}" if path else name
+                found[full] = OptimFactors(*map(operator.mul, found.get(full, OptimFactors()), factor))
             elif not is_none(module, name):
                 raise ValueError(f"{type(module).__name__}.optim_factors: {name!r} is not one of its parameters")
     return found

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lion.layers.mixers import Attention, HippoAttention, mixers_of
+from lion.layers.mixers.decay import Decay
 
 TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut at two standard deviations
 
@@ -104,7 +105,8 @@ def vim(model: nn.Module, std: float) -> None:
 
 def gates_of(attention: Attention) -> list[nn.Linear]:
     """Return the linear layers that make decays depend on tokens."""
-    return [m for decay in getattr(attention, "decays", ()) for m in decay.modules() if isinstance(m, nn.Linear)]
+    decays = [m for m in attention.modules() if isinstance(m, Decay)]
+    return list(dict.fromkeys(m for decay in decays for m in decay.modules() if isinstance(m, nn.Linear)))
 
 
 INITS: dict[str, Callable[[nn.Module, float], None]] = {

@@ -18,6 +18,7 @@ from lion.layers.blocks.s5 import ACTIVATIONS
 from lion.layers.layout import ROW_MAJOR, Layout, valid_of
 from lion.layers.mixers.decay import Decay
 from lion.layers.mixers.hippo import USUAL_SPECTRUM
+from lion.layers.mixers.parts import HEAD_NORMS
 from lion.layers.norms import NORMS, BatchNorm
 from lion.layers.optim_factors import OptimFactors
 from lion.models.base import Model
@@ -120,9 +121,11 @@ class SequenceEncoder(TokenModel):
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
-            if isinstance(module, (Decay, *NORMS.values())):
-                own = (f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
-                self.optim_factors |= dict.fromkeys(own, OptimFactors(lr=c.memory_lr, weight_decay=0))
+            own = [name for name, _ in module.named_parameters(recurse=False)]
+            if not isinstance(module, (Decay, *NORMS.values(), *HEAD_NORMS.values())):
+                own = [name for name in own if name in getattr(module, "memory", ())]
+            slow = OptimFactors(lr=c.memory_lr, weight_decay=0)
+            self.optim_factors |= dict.fromkeys((f"{path}.{name}" for name in own), slow)
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with position embeddings adapted to this model.
@@ -152,7 +155,7 @@ class SequenceEncoder(TokenModel):
         """Return tokens (B, L, dim), with zeros for padding; those of this process, if rows are split.
 
         Args:
-            inputs: Ids, or intensities of pixels, (B, L), or their embeddings (B, L, dim).
+            inputs: Ids, or uint8 intensities of pixels, (B, L), or their embeddings (B, L, dim).
             segments: Integer (B, L), -1 for padding, or boolean, False for padding, on which nothing else depends. With
                 a window, one document a row, from the start of the row.
             hidden: Boolean (B, L), True for masked inputs, which `hide` replaces.

@@ -40,6 +40,7 @@ class TokenClassifier(SequenceEncoder):
     """A classifier of tokens: encoder, and a linear head on every token."""
 
     Config = TokenClassifierConfig
+    several_ids = True
 
     def __init__(self, config: TokenClassifierConfig, *, classes: int, vocabulary: int, **sizes: Any) -> None:
         super().__init__(config, vocabulary=vocabulary, **sizes)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
+from lion.ops.arguments import mismatch
 
 
 class TokenModel(Model):
@@ -19,6 +22,7 @@ class TokenModel(Model):
     tokens: nn.Embedding
     positions: nn.Embedding | None
     encoder: Encoder
+    several_ids: ClassVar[bool] = False  # whether a token has several ids, (B, L, n)
 
     @property
     def longest(self) -> int | None:
@@ -36,8 +40,11 @@ class TokenModel(Model):
         """Return the inputs that this process computes, of whole rows (B, L, ..), and their layout.
 
         Raises:
-            ValueError: More tokens than position embeddings, or fewer than processes that share the rows.
+            ValueError: Inputs of another shape, more tokens than position embeddings, or fewer than processes that
+                share the rows.
         """
+        if inputs.dim() != (3 if inputs.is_floating_point() or self.several_ids else 2):
+            raise mismatch("tokens", "integers (B, L) or embeddings (B, L, dim)", inputs)
         self.check_length(inputs.shape[1])
         layout = Layout.of(inputs, segments=segments)
         return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)

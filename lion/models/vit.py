@@ -160,20 +160,24 @@ class ViT(ImageClassifier):
     def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
         """Return the weights of `source`, a model for images of another size, adapted to this model.
 
-        Position embeddings are interpolated.
+        Position embeddings are interpolated; a special token that `source` does not have keeps its own.
         """
         if self.position is None or source.position is None:
             return weights
-        if (self.patches, self.before, self.length) == (source.patches, source.before, source.length):
+        roles, theirs = self.special_tokens(), source.special_tokens()
+        if (self.patches, self.before, roles) == (source.patches, source.before, theirs):
             return weights
         first, extra, last = source.position_parts(weights["position"])
         own = self.position_parts(self.position.detach())[1]
-        both = int(self.config.cls and source.config.cls)  # cls is the first of these tokens
-        if own.shape[1] != extra.shape[1]:
-            extra = torch.cat([extra[:, :both], own[:, both:]], 1)
+        known = dict(zip(theirs, extra.split(1, 1)))
+        extra = torch.cat([own[:, :0], *(known.get(role, own[:, [i]]) for i, role in enumerate(roles))], 1)
         places = interpolated(torch.cat([first, last], 1), source.patches, self.patches)
         position = torch.cat([places[:, : self.before], extra, places[:, self.before :]], 1)
         return {**weights, "position": position}
+
+    def special_tokens(self) -> list[str]:
+        """Return the names of the tokens without a place on the grid, in their order."""
+        return [name for name in ("cls", "distill") if getattr(self, name) is not None]
 
     def position_parts(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split position embeddings (1, L, dim) at the tokens without a place on the grid: before, these, after."""

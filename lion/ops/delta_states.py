@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lion.ops.arguments import no_autocast
 from lion.ops.modes import exporting
 from lion.ops.once import once
 
@@ -74,11 +75,13 @@ class _States(torch.autograd.Function):
     def backward(ctx, of_states: Tensor, of_values: Tensor) -> tuple[Tensor | None, ...]:
         T, read, erase, kept, states, values = ctx.saved_tensors
         before = states[:-1]
-        with torch.no_grad():  # see `once` below
-            of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
-        after = of_before[1:]
-        of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
-        of_lower, of_kept = -of_lower.tril(-1).to(kept.dtype), (after.to(kept.dtype) * before).sum_to_size(kept.shape)
+        with no_autocast(read):  # a backward pass inside of autocast
+            with torch.no_grad():  # see `once` below
+                of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
+            after = of_before[1:]
+            of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
+            of_lower = -of_lower.tril(-1).to(kept.dtype)
+            of_kept = (after.to(kept.dtype) * before).sum_to_size(kept.shape)
         found = (of_lower, -of_read, of_right, of_erase, of_kept, after)
         of_lower, *found, after = once(
             "the delta rule in chunks", found, T, read, erase, kept, states, values, of_states, of_values

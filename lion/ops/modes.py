@@ -37,8 +37,13 @@ def is_static(size: int) -> bool:
 
 
 def may_wait(device: torch.device) -> bool:
-    """Return whether a check may read its result: outside of graphs and of `torch.func`, on a CPU."""
-    return device.type == "cpu" and not torch.compiler.is_compiling() and not transforms_active()
+    """Return whether a check may read its result: on a CPU, outside of graphs, of `torch.func` and of dispatch modes.
+
+    Tensors may have no values in a mode, such as `FakeTensorMode` and that of `make_fx`.
+    """
+    if device.type != "cpu" or torch.compiler.is_compiling() or transforms_active():
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0
 
 
 def for_gpu(device: torch.device) -> bool:

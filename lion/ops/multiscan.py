@@ -74,6 +74,8 @@ def multi_scan_attention(
     length, dim = q.shape[2:]
     if not is_integer_tensor(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
         raise mismatch("orders", f"integer (scans, {length})", orders)
+    if not isinstance(log_decays, (Sequence, Tensor)):
+        raise ValueError(f"log_decays: expected one for each scan, got {type(log_decays).__name__}")
     if len(log_decays) != len(orders):
         raise ValueError(f"log_decays: expected one for each of {len(orders)} scans, got {len(log_decays)}")
     if may_wait(orders.device) and (orders.sort(1).values != torch.arange(length)).any():

@@ -68,8 +68,11 @@ def step(
     check_masks(q, valid, None)
     q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
     shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
-    if state.S.shape != shape or state.z.shape != shape[:-1]:
-        raise mismatch("state", f"S {shape}, z {shape[:-1]}", state.S)
+    if not isinstance(state, State):
+        raise ValueError(f"state: expected a State, from initial_state or prefill, got {type(state).__name__}")
+    wide = state.S.dtype == state.z.dtype and state.S.dtype in (torch.float32, torch.float64)
+    if state.S.shape != shape or state.z.shape != shape[:-1] or not wide:
+        raise mismatch("state", f"S {shape}, z {shape[:-1]}, float32 or float64", state.S)
     normalize = settings.normalize
     with no_autocast(q):
         check_values(gates, valid)

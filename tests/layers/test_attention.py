@@ -452,6 +452,8 @@ def test_settings_of_another_mixer_are_not_dropped():
         resolve_mixer("softmax", HippoConfig(spectrum="s4d_real"))
     with pytest.raises(ValueError, match="chunksize: unknown setting of mixer 'hydra', did you mean 'chunk_size'"):
         HydraAttention(12, 3, "hydra", None, chunksize=4)
+    with pytest.raises(ValueError, match="config: expected a AttentionConfig, got dict; settings go by name"):
+        make_mixer("lion_s", 12, 3, {"form": "full"})
     assert make_mixer("lion_s", 12, 3, HippoConfig(chunk_size=7)).chunk_size == 7
 
 

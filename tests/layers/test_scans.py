@@ -115,6 +115,10 @@ def test_bad_scans():
         resolve_mixer("lion_s", AttentionConfig(scans=("snake",)))
     with pytest.raises(ValueError, match="scans: expected at least one"):
         resolve_mixer("lion_s", AttentionConfig(scans=()))
+    with pytest.raises(ValueError, match="scans: unknown scan 'snake', did you mean 'row_snake'"):
+        grid_layout(3, 3, ("snake",))
+    with pytest.raises(ValueError, match="scans: expected 'row_major' with 2 patches before the special tokens"):
+        grid_layout(3, 3, SNAKES, before=2)
     layer, x = layer_of("lion_s"), torch.randn(1, 10, 12, dtype=torch.double)
     for grid in (Layout(), grid_layout(3, 3), grid_layout(3, 3, ("row_snake",))):
         with pytest.raises(ValueError, match="layout: scans row_snake, column_snake need the orders"):

@@ -175,6 +175,8 @@ def test_ragged_prompts_are_read_in_pieces(mixer, tpe):
 def test_a_cache_with_room_is_written_in_place():
     model, tokens = gpt(), ids(2, 8)
     _, start = model.prefill(tokens[:, :5])
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        reserve(start, -1)
     roomy = reserve(start, 2)
     first, state = model.step(tokens[:, 5:7], roomy)
     assert state.blocks[0].k.data_ptr() == roomy.blocks[0].k.data_ptr()

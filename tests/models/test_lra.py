@@ -218,6 +218,8 @@ def test_where_weights_start():
     value = dense.encoder.blocks[0].attention.qkv.weight.chunk(3)[2]
     assert value.std().item() == pytest.approx(128**-0.5, rel=0.05)
     assert dense.head.weight.std().item() == pytest.approx(128**-0.5, rel=0.15)
+    forgetting = LRA(LRAConfig("fox", 128, 1, 8), classes=2, length=8).encoder.blocks[0].attention
+    assert forgetting.decay.gate.weight.std().item() == pytest.approx(0.1, rel=0.1)
 
 
 def test_groups_of_the_optimizer():
@@ -226,6 +228,13 @@ def test_groups_of_the_optimizer():
     own = {name.rpartition("encoder.blocks.0.")[2] for name in optim_factors(made) if "blocks.0." in name}
     decays = {f"attention.decays.0.{name}" for name in ("log_rate", "log_dt", "frequency")}
     assert own == {"norm1.weight", "norm1.bias"} | decays
+    for mixer, attention, names in (
+        ("vim", {}, ("sides.0.a", "sides.1.step_bias")),
+        ("hydra", {}, ("a", "step_bias", "norm.weight")),
+        ("rwkv6", {"block": "published"}, ("head_norm.weight", "head_norm.bias")),
+    ):
+        found = optim_factors(model(mixer, attention, memory_lr=0.25))
+        assert all(found[f"encoder.blocks.0.attention.{name}"].lr == 0.25 for name in names), mixer
     optimizer, factors = make_optimizer(made, OptimConfig(lr=1e-3, weight_decay=0.05))
     names = {id(p): name for name, p in made.named_parameters()}
     for group, factor in zip(optimizer.param_groups, factors):
@@ -279,6 +288,8 @@ def test_what_does_not_go_together():
         config(block="pre_norm")
     with pytest.raises(ValueError, match=r"attention.scans: a sequence has one order"):
         LRAConfig("lion_s", DIM, 1, HEADS, attention=AttentionConfig(scans=("row_snake",)))
+    with pytest.raises(ValueError, match=r"tokens: expected integers \(B, L\) or embeddings .* got float32 \(2, 12\)"):
+        model().encode(torch.rand(2, 12))
     with pytest.raises(ValueError, match="tokens: 81 in one row, this model has only 80 position embeddings"):
         model("softmax")(torch.zeros(1, 81, dtype=torch.long))
 

@@ -231,6 +231,10 @@ def test_positions_of_cls_reach_a_distilled_model():
     position = target.adapt(source.state_dict(), source)["position"]
     torch.testing.assert_close(position[:, [0, *range(2, position.shape[1])]], source.position)
     assert torch.equal(position[:, 1], target.position[:, 1])
+    only = vit(position_embedding=True, cls=False, distilled=True)  # each token keeps its role
+    assert torch.equal(only.adapt(source.state_dict(), source)["position"][:, 0], only.position[:, 0])
+    assert torch.equal(source.adapt(only.state_dict(), only)["position"][:, 0], source.position[:, 0])
+    torch.testing.assert_close(only.adapt(target.state_dict(), target)["position"], target.position[:, 1:])
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "vim"])

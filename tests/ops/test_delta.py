@@ -102,6 +102,9 @@ def test_dtypes(form):
         leaves = inputs.leaves()
         grads = backward(leaves.on(linear_attention, **how, feature_map=None), leaves)
         assert all(grad.isfinite().all() and grad.dtype == dtype for grad in grads.values())
+        with torch.autocast("cpu", torch.bfloat16):  # the backward pass, too
+            inside = backward(leaves.on(linear_attention, **how, feature_map=None), leaves)
+        assert all(torch.equal(inside[name], grad) for name, grad in grads.items())
 
 
 @pytest.mark.parametrize("form", FORMS)

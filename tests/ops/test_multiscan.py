@@ -166,6 +166,7 @@ def test_half_precision_keeps_its_dtype():
         (dict(orders=torch.zeros(3, 9, dtype=torch.long)), "log_decays: expected one for each of 3 scans, got 2"),
         (dict(log_decays=[torch.zeros(3), torch.zeros(4)]), "log_decay: expected"),
         (dict(log_decays=[torch.zeros(3), torch.ones(3)]), "log_decay: expected logarithms, at most 0"),
+        (dict(log_decays=None), "log_decays: expected one for each scan, got NoneType"),
         (dict(log_decays=[torch.zeros(3), None]), "log_decays: without decay, all orders have the same scores"),
         (dict(valid=torch.ones(9)), "valid: expected bool"),
         (dict(form="fast"), "form: expected one of"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lion.ops import full, initial_state, linear_attention, linear_attention_parts, prefill, step
 
@@ -185,7 +186,9 @@ def test_step_and_prefill():
 def test_state_of_other_tokens():
     tensors = good()
     state = initial_state(tensors["k"], tensors["v"])
-    for bad in (state._replace(S=state.S[:1]), state._replace(S=state.S[..., :1]), state._replace(z=state.z[..., :1])):
+    narrow = state._replace(S=state.S.bfloat16(), z=state.z.bfloat16())
+    shapes = (state._replace(S=state.S[:1]), state._replace(S=state.S[..., :1]), state._replace(z=state.z[..., :1]))
+    for bad in (*shapes, narrow, tuple(state), None):
         with pytest.raises(ValueError, match=r"^state: "):
             call(lambda *x, bad=bad, **y: step(*x[:3], bad, *x[3:], **y), good())
 
@@ -256,6 +259,9 @@ def test_decays_in_place_of_their_logarithms_are_refused(decay, form):
     lam, line = inputs.log_decay.exp(), r"^log_decay: expected logarithms, at most 0 \(the log\(\) of .*\), got 0\.\d+$"
     with pytest.raises(ValueError, match=line):
         linear_attention(*inputs._replace(log_decay=lam), form=form, feature_map="elu1")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # a tensor without values is not checked
+        fake = linear_attention(*inputs, form=form, feature_map="elu1")
+    assert fake.shape == inputs.v.shape
     almost = linear_attention(*inputs._replace(log_decay=torch.full_like(lam, 1e-7)), form=form, feature_map="elu1")
     assert torch.equal(
         almost, linear_attention(*inputs._replace(log_decay=torch.zeros_like(lam)), form=form, feature_map="elu1")

@@ -37,22 +37,19 @@ from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lion import FixedDecay
 from lion.models.base import Model
 from lion.runs import LoadedRun, build_on_meta, open_run
-from lion.samples.base import Batch, Splits
-from lion.samples.seeds import derive
+from lion.samples.base import Batch
 from lion.tasks.base import Task
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.evaluate import evaluate
-from lion.trainer.loader import eval_batches
 from lion.trainer.memory import tensor_peak
-from lion.trainer.runtime import seed_everything, start_runtime
+from lion.trainer.runtime import seed_everything
 from tools.bench import OUT
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
+from tools.bench.metric import held_out, value_of
 from tools.cli import Parser, count, counts
-from tools.compose import build_data, describe_data, digest, make_task, recipe_unless_run, resolve_run
-from tools.image_sources import drawn
+from tools.compose import describe_data, digest, make_task, recipe_unless_run
 from tools.probe import (
     Variant,
     check_compiler,
@@ -300,32 +297,6 @@ def measure(job: Job, send: Send) -> None:
         send({"kind": "row", **row})
     if failed:  # raised now, so that no time is lost
         raise failed
-
-
-def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
-    """Return the name of the split to evaluate ("test", or "val" without a test split) and the run's data at this size.
-
-    Raises:
-        ConfigError: The data exist at one size only, or differ from the data of the run's checkpoint.
-    """
-    recipe = resolve_run(loaded.folder)
-    try:
-        recipe = dataclasses.replace(recipe, data=recipe.data.resized(size))
-    except ConfigError as error:
-        raise ConfigError(f"--evaluate: {error}") from None
-    splits = build_data(recipe, loaded.folder)
-    splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.task.info.resized(size).to_dict())
-    return "val" if splits.test is None else "test", splits
-
-
-def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int) -> float:
-    """Return the task's metric on samples of the split, `limit` at most, drawn by the run's seed."""
-    split, splits = held_out(loaded, size)
-    data, seed = getattr(splits, split), loaded.recipe.seed
-    some = drawn(len(data), limit, seed)
-    batches = eval_batches(data, seed=seed, split=split, batch=min(16, len(some)), chosen=some, collate=splits.collate)
-    runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
-    return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
 
 
 def line(row: Row) -> str:

@@ -94,6 +94,7 @@ class HydraAttention(StateSpaceMixer):
     config: HydraConfig
     forms = FORMS
     usual: ClassVar[dict[str, Any]] = {"conv_width": 7}
+    memory = ("a", "step_bias")  # parameters of the decays
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = HYDRA, config: HydraConfig | None = None, **settings: Any

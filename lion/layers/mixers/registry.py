@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,7 @@ def entry_of(name: str) -> Entry:
     Raises:
         ValueError: An unknown mixer.
     """
-    if name not in MIXERS:
+    if not isinstance(name, str) or name not in MIXERS:
         raise ValueError(f"mixer: unknown mixer {name!r}, {nearest(name, MIXERS)}")
     return MIXERS[name]
 
@@ -61,6 +61,8 @@ def own_settings(
             names = ", ".join(other for other, entry in MIXERS.items() if entry.layer is own)
             raise ValueError(f"mixer: expected {names} in {layer.__name__}, got {name!r}, a {of_mixer.__name__}")
     kind = of_mixer.Config
+    if config is not None and not is_dataclass(config):
+        raise ValueError(f"config: expected a {kind.__name__}, got {type(config).__name__}; settings go by name")
     names = [field.name for field in fields(kind)]
     given = dict(settings)
     for field in () if config is None else fields(config):

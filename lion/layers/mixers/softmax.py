@@ -70,7 +70,12 @@ def reserve(state: Any, count: int) -> Any:
 
     While there is room, a step writes its tokens there in place, in constant time. The state before the step must then
     not be used again.
+
+    Raises:
+        ValueError: A negative `count`.
     """
+    if count < 0:
+        raise ValueError(f"count: expected at least 0, got {count}")
 
     def is_cache(part: Any) -> bool:
         return hasattr(part, "with_room")

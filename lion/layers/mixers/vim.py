@@ -86,6 +86,8 @@ class Side(nn.Module):
     model other than `vim` replaces the start of all linear layers, that of `step` among them.
     """
 
+    memory = ("a", "step_bias")  # parameters of the decays
+
     def __init__(self, channels: int, state: int, rank: int, width: int, direction: str) -> None:
         super().__init__()
         self.reverse, self.split = direction == "backward", (rank, state, state)
