@@ -44,7 +44,7 @@ def find_run(run: str | Path) -> Path:
     for folder in (Path(run), Path("runs") / run):
         if (folder / RECIPE).is_file():
             return folder
-    if inside := next((place for place in Path(run).parents if (place / RECIPE).is_file()), None):
+    if inside := next((place for place in Path(run).parents if place.name and (place / RECIPE).is_file()), None):
         raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(inside)!r}?")
     if Path(run).is_file():
         raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")

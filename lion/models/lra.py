@@ -118,13 +118,13 @@ class SequenceEncoder(TokenModel):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
         self.optim_factors: dict[str, OptimFactors] = {}
+        slow = OptimFactors(lr=c.memory_lr, weight_decay=0)
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
             own = [name for name, _ in module.named_parameters(recurse=False)]
             if not isinstance(module, (Decay, *NORMS.values(), *HEAD_NORMS.values())):
                 own = [name for name in own if name in getattr(module, "memory", ())]
-            slow = OptimFactors(lr=c.memory_lr, weight_decay=0)
             self.optim_factors |= dict.fromkeys((f"{path}.{name}" for name in own), slow)
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:

@@ -13,8 +13,8 @@ In both directions, the two scans have running maxima m^F and m^B. A row is divi
 
     Y_t = e^(m^F_t - m_t) Y'^F_t + e^(m^B_t - m_t) Y'^B_t - e^(i~_t - m_t) (q_t k_t) v_t        m_t = max(m^F_t, m^B_t)
 
-The row sum is Y_t with v = 1, and `y_t = Y_t / max(|row sum|, exp(-m_t))`; LION prints it without the
-absolute value (Eq. 196). A token itself is counted once.
+The row sum is Y_t with v = 1, and `y_t = Y_t / max(|row sum|, exp(-m_t))` (in LION's Eq. 196 without the absolute
+value). A token itself is counted once.
 
 If rows are split over processes, an exchange of two numbers per head and direction gives each of them the m that enters
 its part. The states then follow in one exchange per direction, since the decays f' differ between the directions.
