@@ -227,17 +227,28 @@ SCANS: dict[str, Callable[[Tensor], Tensor]] = {  # patches (height, width) -> v
 ROW_MAJOR = ("row_major",)
 
 
+def check_scan_names(scans: Sequence[str]) -> None:
+    """Check the names of scans.
+
+    Raises:
+        ValueError: An unknown scan, or no scan.
+    """
+    for scan in scans:
+        if scan not in SCANS:
+            raise ValueError(f"scans: unknown scan {scan!r}, {hint(scan, SCANS)}")
+    if not scans:
+        raise ValueError("scans: expected at least one")
+
+
 def grid_layout(height: int, width: int, scans: Sequence[str] = ROW_MAJOR, special: int = 1, before: int = 0) -> Layout:
     """Return the layout of an image: `before` of its `height` x `width` patches, `special` tokens, all other patches.
 
     Every scan visits the special tokens first.
 
     Raises:
-        ValueError: An unknown scan, or a scan other than row-major order with patches before the special tokens.
+        ValueError: An unknown scan, no scan, or one other than row-major order with patches before the special tokens.
     """
-    for scan in scans:
-        if scan not in SCANS:
-            raise ValueError(f"scans: unknown scan {scan!r}, {hint(scan, SCANS)}")
+    check_scan_names(scans)
     if before and tuple(scans) != ROW_MAJOR:
         raise ValueError(f"scans: expected {ROW_MAJOR[0]!r} with {before} patches before the special tokens")
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).reshape(-1, 2).mT  # (2, H W)

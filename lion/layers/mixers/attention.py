@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import nearest, setting
+from lion.config import setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
-from lion.layers.layout import PLAIN, ROW_MAJOR, SCANS, Layout
+from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.base import Mixer, check_state, check_width
 from lion.layers.mixers.decay import is_plain
 from lion.layers.mixers.parts import (
@@ -116,19 +116,6 @@ class AttentionConfig:
         if self.direction != ALTERNATING:
             return self
         return replace(self, direction="backward" if layer % 2 else "forward")
-
-
-def check_scan_names(config: AttentionConfig) -> None:
-    """Check the names of the scans.
-
-    Raises:
-        ValueError: An unknown scan, or no scan.
-    """
-    for scan in config.scans:
-        if scan not in SCANS:
-            raise ValueError(f"scans: unknown scan {scan!r}, {nearest(scan, SCANS)}")
-    if not config.scans:
-        raise ValueError("scans: expected at least one")
 
 
 def check_rotation(config: AttentionConfig) -> None:

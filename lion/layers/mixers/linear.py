@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import check_settings, fill, nearest
-from lion.layers.layout import ROW_MAJOR, Layout
+from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
 from lion.layers.mixers.attention import (
     Attention,
     AttentionConfig,
     check_rotation,
-    check_scan_names,
     streams,
 )
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -174,7 +173,7 @@ class LionAttention(Attention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
-        check_scan_names(config)
+        check_scan_names(config.scans)
         entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR
         if several and config.rotation not in (None, NO_ROTATION):
             raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
-from lion.layers.layout import ROW_MAJOR, Layout
-from lion.layers.mixers.attention import Attention, AttentionConfig, check_scan_names, streams
+from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
+from lion.layers.mixers.attention import Attention, AttentionConfig, streams
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.parts import with_block
 from lion.layers.mixers.registry import Entry, entry_of, own_settings
@@ -97,7 +97,7 @@ class SoftmaxAttention(Attention):
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         check_settings(config)
-        check_scan_names(config)
+        check_scan_names(config.scans)
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
         config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, entry_of(name).layer.published)
