@@ -233,7 +233,7 @@ def measure(job: Job, send: Send) -> None:
     device, loaded = pick_device(), open_model(job.run)
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
-    matrix, failed = 0, None
+    matrix, failed, weights = 0, None, digest(loaded.model) if loaded.checkpoint else None
     trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
         task, model = build(loaded, job.size, variant, job.against)
@@ -284,7 +284,7 @@ def measure(job: Job, send: Send) -> None:
             "threads": job.threads,
             "compiled": not job.eager,
             "against": job.against and Path(job.against).stem,
-            "weights": digest(loaded.model) if loaded.checkpoint else None,
+            "weights": weights,
             **row,
             "matrix_bytes": matrix,
             **stamp(job.command),

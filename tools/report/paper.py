@@ -40,9 +40,12 @@ def claims_about(task: str) -> Claims:
         for scale in SCALES:
             names = {cell.row: called(cell.recipe) for cell in cells(name, table, scale) if of(cell.recipe) == task}
             for found, pairs in ((claims, table.claims), (asked, table.open)):
-                for a, b in (pair for pair in pairs if names.keys() >= {*pair} and names[pair[0]] != names[pair[1]]):
-                    pair, other = (names[a], names[b]), (names[b], names[a])
-                    if other in claims or (found is asked and printed >= {a, b}):
+                for a, b in pairs:
+                    pair, other = (names.get(a), names.get(b)), (names.get(b), names.get(a))
+                    if None in pair or pair == other:
+                        continue
+                    opposite = other in claims if found is claims else printed >= {a, b}
+                    if opposite:
                         both |= {pair, other}
                     if other not in found:
                         found[pair] = None
