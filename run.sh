@@ -11,7 +11,7 @@ install() {
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed, PYTHON=... names one" >&2; exit 2; }
   echo "installing into .venv (first use: about 5 GB, minutes without a further line) ..." >&2
   "$python" -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+  .venv/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[all]' # of most modules no bytecode is needed
   printf '%s\n' "$stamp" >.venv/stamp # last: an interrupted install is repaired, a finished one never repeated
 }
 

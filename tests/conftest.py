@@ -1,24 +1,25 @@
-"""Configuration of all tests: no network access, and selection of cases.
+"""Configuration of all tests: no network access, selection of cases, and one line of progress.
 
-The tests of operators, layers and models have large grids of cases (forms x directions x decays x ..). By default each
-of these tests runs the cases in which every value of every parameter occurs, at least `GRID`; tests marked `whole` run
-all cases, and `--every` runs all cases of all tests, those marked `every` among them. `--quick` gives fast feedback: it
-runs one case of every test that is not slow, does not compile and starts no processes. That case is the last one,
-because parameters are listed from plain to special. The limits below bound a quick run on any processor.
+The tests of operators, layers and models have grids of cases (forms x directions x decays x ..). By default each of
+these tests runs cases in which every value of every parameter occurs, at least `GRID`, and tests marked `every` do not
+run; `--every` runs all cases of all tests. `--quick` gives fast feedback: it runs one case of every test that is not
+slow, does not compile and starts no processes. That case is the last one, because parameters are listed from plain to
+special.
 """
 
 import gc
 import os
-import sys
 from collections import defaultdict
 
 import pytest
 
+from lion.progress import progress
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # access to the Hub fails at once, here and in started processes
 OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
-MOST_CASES, MOST_GRAPHS = 1500, 25
+MOST_CASES = 1500  # of a quick run
 GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
-graphs = 0  # number of graphs compiled by all processes of a quick run
+COSTS = {"tests/gpu": 5.0}  # relative time of a test of a folder, for the estimate of the remaining time
 
 
 def pytest_addoption(parser):
@@ -26,31 +27,41 @@ def pytest_addoption(parser):
     parser.addoption("--every", action="store_true", help="all cases of all tests")
 
 
+def pytest_configure(config):
+    worker = hasattr(config, "workerinput")  # a process of pytest-xdist
+    if config.option.verbose < 0 and not worker and not config.option.collectonly:
+        config.pluginmanager.register(ProgressLine())
+
+
 def pytest_collection_modifyitems(config, items):
-    quick = config.getoption("--quick")
-    fast = [item for item in items if not any(item.get_closest_marker(name) for name in ("every", *OUTSIDE))]
+    fast = [item for item in items if is_fast(item)]
     config.fast_tests = len({name_of(item) for item in fast})  # the cases of a quick run of these files
     if config.getoption("--every") or any("::" in name and "[" in name for name in config.args):
         return
-    cases, chosen = defaultdict(list), set()
+    quick = config.getoption("--quick")
+    cases = defaultdict(list)
     for item in fast if quick else items:
         if not item.get_closest_marker("every"):
             cases[name_of(item)].append(item)
+    chosen = set()
     for (file, _), several in cases.items():
-        whole = not file.startswith(GRIDS) or several[-1].get_closest_marker("whole")
-        chosen.update(several[-1:] if quick else several if whole else covering(several, GRID))
+        if quick:
+            chosen.add(several[-1])
+        elif file.startswith(GRIDS) and not several[-1].get_closest_marker("whole"):
+            chosen.update(covering(several, GRID))
+        else:
+            chosen.update(several)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def is_fast(item) -> bool:
+    return not any(item.get_closest_marker(name) for name in ("every", *OUTSIDE))
 
 
 def name_of(item) -> tuple[str, str]:
     """Return the file and the name of the test of a case."""
     return item.location[0], getattr(item, "originalname", item.name)
-
-
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
 
 
 def covering(cases: list, least: int) -> list:
@@ -76,25 +87,51 @@ def label(value) -> object:
     return id(value) if callable(value) else repr(value)
 
 
-def compiled() -> int:
-    """Count the graphs that this process has compiled, without importing torch."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else len(dynamo.get_compilation_metrics())
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
 
 
-def pytest_sessionfinish(session):
+def pytest_sessionfinish():
     gc.unfreeze()  # else nanobind counts what is left at the end as leaked
-    if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist
-        session.config.workeroutput["graphs"] = compiled()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    global graphs
-    graphs += getattr(node, "workeroutput", {}).get("graphs", 0)
+class ProgressLine:
+    """One line with the share of the tests that have run and the remaining time, in place of a letter for each test."""
+
+    def __init__(self):
+        self.bar = None
+
+    def pytest_collection_finish(self, session):
+        self.begin([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids):
+        self.begin(ids)
+
+    def begin(self, ids):
+        if self.bar is None and ids:
+            total = sum(cost(test) for test in ids)
+            shown = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, about {remaining} left"
+            self.bar = progress(total=total, desc=f"{len(ids):,} tests", bar_format=shown)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self):
+        category, _, _ = yield
+        return category, "", ""  # no letter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.bar.write(f"FAILED {report.nodeid}")
+        if report.when == "teardown":
+            self.bar.update(cost(report.nodeid))
+
+    def pytest_sessionfinish(self):
+        if self.bar is not None:
+            self.bar.close()
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("--quick") and not hasattr(config, "workeroutput"):
-        most = f"at most {MOST_CASES:,} cases and {MOST_GRAPHS} graphs"
-        terminalreporter.write_line(f"quick: {graphs + compiled()} compiled graphs, {most}")
+def cost(test: str) -> float:
+    """Return the mean time of a test of the same folder."""
+    folder = os.path.dirname(test.partition("::")[0])
+    return COSTS.get(folder, 1.0)

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.utils.tensorboard", "tools.train"])
+CONTEXT.set_forkserver_preload(  # most runs of the tests read digits
+    ["torch", "torch.utils.tensorboard", "tools.train", "sklearn.datasets", "data.vision.digits"]
+)
 
 
 def in_processes(count: int, function, *args) -> list:
@@ -46,7 +48,7 @@ class Command:
         for path in self.outputs:  # the process may be killed before it opens them
             path.touch()
         given = [str(arg) for arg in args], {name: str(value) for name, value in variables.items()}
-        self.process = CONTEXT.Process(target=_run, args=(self.folder.name, *given))
+        self.process = CONTEXT.Process(target=run_in, args=(self.folder.name, *given))
         self.process.start()
         self.pid = self.process.pid
 
@@ -61,7 +63,8 @@ class Command:
         return subprocess.CompletedProcess([], self.process.exitcode, out, err)
 
 
-def _run(folder: str, args: list[str], variables: dict[str, str]) -> None:
+def run_in(folder: str, args: list[str], variables: dict[str, str]) -> None:
+    """Run a command in this process, which it ends; its output goes to files in a folder."""
     from tools import __main__ as commands
     from tools.cli import run_command
 

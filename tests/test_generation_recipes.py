@@ -1,5 +1,6 @@
 """Recipes of image generation: model shapes and training settings are those of the papers."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -27,8 +28,10 @@ FID = {  # 2212.09748, Table 4, by size and patch
 }
 
 
+@functools.cache
 def built(name, *overrides):
-    recipe = resolve(f"{name}", overrides)
+    """Return a resolved recipe, its model without storage, and the number of its samples."""
+    recipe = resolve(name, overrides)
     info, samples, _ = describe_data(recipe, look=False)
     return recipe, build_on_meta(make_task(recipe, info), recipe.model), samples
 

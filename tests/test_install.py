@@ -17,6 +17,7 @@ from lion.distribution import NAME, VERSION
 from tests.helpers import ROOT, here, tiny_recipe
 
 FOLDERS = ("lion", "data", "tools", "recipes")
+OFFLINE = ("--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check")
 GPT = """
 task: {name: causal_lm}
 data: {name: text, path: text.txt, tokenizer: bytes, pack: windows, length: 17, split: tail, val_split: 0.1}
@@ -77,45 +78,51 @@ def in_a_wheel(path):
     return place if place.startswith("lion/") else f"lion/clone/{place}"
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
-    pytest.importorskip("setuptools")
-    pytest.importorskip("pip")
-    pytest.importorskip("sklearn")
-    clone, empty = tmp_path / "clone", tmp_path / "empty"
-    for folder in (*FOLDERS, "tests"):
-        shutil.copytree(ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, clone)
-    offline = ("--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check")
-    here_python, python, command = sys.executable, *(tmp_path / "env" / "bin" / name for name in ("python", "lion"))
-    run(
-        here_python,
-        "-m",
-        "pip",
-        "wheel",
-        *offline,
-        "--no-build-isolation",
-        "--wheel-dir",
-        tmp_path,
-        clone,
-        cwd=tmp_path,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml", ".typed")]
-    assert held == {in_a_wheel(path) for path in kept} and "lion/py.typed" in held
-    assert wheel.name.startswith(f"{NAME.replace('-', '_')}-{VERSION}-")
-    run(here_python, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
-    (site,) = tmp_path.glob("env/lib/*/site-packages")
-    run(here_python, "-m", "pip", "--python", python, "install", *offline, wheel, cwd=tmp_path)
+def build_wheel(folder):
+    """Build the wheel of a copy of the clone, which has tests, too."""
+    clone = folder / "clone"
+    for name in (*FOLDERS, "tests"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    options = ("--no-build-isolation", "--wheel-dir", folder)
+    run(sys.executable, "-m", "pip", "wheel", *OFFLINE, *options, clone, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install_wheel(wheel, folder):
+    """Install the wheel in an environment with what it requires; return the folder of its packages."""
+    environment = folder / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    python = environment / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", *OFFLINE, wheel, cwd=folder)
+    (site,) = environment.glob("lib/*/site-packages")
     (ours,) = metadata.distributions(name=NAME, path=[str(site)])
     assert ours.metadata["Description-Content-Type"] == "text/markdown"
     assert ours.read_text("METADATA").endswith((ROOT / "README.md").read_text())
     link(needed(*(line for line in ours.requires if "extra" not in line)), site)
+    return site
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
+    for name in ("setuptools", "pip", "sklearn"):
+        pytest.importorskip(name)
+    wheel = build_wheel(tmp_path)
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    kept = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".yaml", ".typed")]
+    assert held == {in_a_wheel(path) for path in kept}
+    assert "lion/py.typed" in held
+    assert wheel.name.startswith(f"{NAME.replace('-', '_')}-{VERSION}-")
+    site = install_wheel(wheel, tmp_path)
+    python = tmp_path / "env/bin/python"
+    command = tmp_path / "env/bin/lion"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     folder = tmp_path / "runs" / "tiny"
-    empty.mkdir()
     mixer, logits = json.loads(run(python, "-I", "-c", PROGRAM, site, folder, cwd=empty))
     model = lion.load(folder, compile=False)
     lion.set_form(model, "rnn")
@@ -124,29 +131,36 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     assert not list(empty.iterdir())
 
     (empty / "tools.py").write_text("raise ImportError('not these tools')\n")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    quickstart = ("trainer.steps=2", "trainer.compile=false", "--no-eval")
-    assert "98 top-1" in run(command, "list", "quickstart", cwd=empty, env=env)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    env["OMP_NUM_THREADS"] = "1"
+
+    def lion_command(*words):
+        return run(command, *words, cwd=empty, env=env)
+
+    def refusal(*words):
+        done = subprocess.run([command, *words], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "98 top-1" in lion_command("list", "quickstart")
     for words, own in ((["--help"], "  lion bench ops "), (["bench", "ops", "--help"], "usage: lion bench ops ")):
-        assert own in (text := run(command, *words, cwd=empty, env=env)) and "./run.sh" not in text
-    done = subprocess.run([command, "quickstrat"], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "run.sh" not in done.stderr
-    done = subprocess.run([command, *quickstart], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and done.stderr.endswith("pip install scikit-learn\n")
+        text = lion_command(*words)
+        assert own in text
+        assert "./run.sh" not in text
+    assert "run.sh" not in refusal("quickstrat")
+    assert refusal("quickstart", "trainer.steps=2", "--no-eval").endswith("pip install scikit-learn\n")
     (empty / "text.txt").write_text("the cat sat on the mat. " * 100)
     (empty / "gpt.yaml").write_text(GPT)
-    run(command, "./gpt.yaml", f"data.root={empty / 'data'}", "--no-eval", cwd=empty, env=env)
-    text = run(command, "generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager", cwd=empty, env=env)
-    assert text.startswith("the ") and len(text) == len("the ") + 3 + 1
-    link(needed("scikit-learn", "scipy"), site)  # the extra "digits"
-    run(python, "-m", "lion", *quickstart, cwd=empty, env=env)
-    written = json.loads((empty / "runs" / "quickstart" / "environment.json").read_text())
-    assert written["commit"] is None and list((empty / "runs" / "quickstart" / "checkpoints").iterdir())
-    assert "top-1 %" in run(command, "eval", "quickstart", "--form", "rnn", "--eager", cwd=empty, env=env)
+    run(python, "-m", "lion", "./gpt.yaml", f"data.root={empty / 'data'}", "--no-eval", cwd=empty, env=env)
+    written = json.loads((empty / "runs/gpt/environment.json").read_text())
+    assert written["commit"] is None
+    text = lion_command("generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager")
+    assert text.startswith("the ")
+    assert len(text) == len("the ") + 3 + 1
+    assert "perplexity" in lion_command("eval", "gpt", "--form", "rnn", "--eager")
 
     (site / "lion" / "__init__.py").write_text("Mapper = None\n")  # the other project `lion`, installed later
-    done = subprocess.run([command, "list"], cwd=empty, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and done.stderr.startswith("error: another project named 'lion' has replaced")
-    assert done.stderr.count("\n") == 1 and NAME in done.stderr
+    replaced = refusal("list")
+    assert replaced.startswith("error: another project named 'lion' has replaced")
+    assert replaced.count("\n") == 1
+    assert NAME in replaced

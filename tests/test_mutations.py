@@ -73,31 +73,46 @@ def misspelt(name):
 @functools.cache
 def every_leaf():
     """List (dotted key, field, annotation, changes of the recipe) for two data sets."""
-    whole = resolve(QUICK), resolve("deit_tiny_lion_s")
-    data = ((*leaf, FOLDERS) for leaf in leaves(whole[1]) if leaf[0].startswith("data."))
-    return [*((*leaf, {}) for leaf in leaves(whole[0])), *data]
+    found = []
+    for leaf in leaves(resolve(QUICK)):
+        found.append((*leaf, {}))
+    for leaf in leaves(resolve("deit_tiny_lion_s")):
+        if leaf[0].startswith("data."):
+            found.append((*leaf, FOLDERS))
+    return found
 
 
 @pytest.mark.parametrize("place", range(len(every_leaf())), ids=lambda i: every_leaf()[i][0])
 @pytest.mark.slow
 def test_every_key(place, tmp_path, capsys):
+    """Check that wrong values of a key, in a file and in overrides by turns, and a wrong name are one line."""
     key, field, hint, changes = every_leaf()[place]
     section, _, name = key.rpartition(".")
-    base, path = tiny_recipe(tmp_path, **changes), tmp_path / "bad.yaml"
+    base = tiny_recipe(tmp_path, **changes)
+    path = tmp_path / "bad.yaml"
 
-    def lines(key, value):
-        tree = functools.reduce(lambda tree, name: {name: tree}, reversed(key.split(".")), value)
+    def line_of_file(key, value):
+        tree = value
+        for part in reversed(key.split(".")):
+            tree = {part: tree}
         path.write_text(yaml.safe_dump({"extends": base.name, **tree}))
-        for source, command in ((path, (path,)), ("override", (base, f"{key}={json.dumps(value)}"))):
-            line = refuse(capsys, "train", *command)
-            assert line.startswith(f"error: {source}: ")
-            yield line
+        line = refuse(capsys, "train", path)
+        assert line.startswith(f"error: {path}: ")
+        return line
 
-    for value in [*wrong_values(hint), *values_outside(field)]:
-        assert all(f" {key}" in line for line in lines(key, value)), value
+    def line_of_override(key, value):
+        line = refuse(capsys, "train", base, f"{key}={json.dumps(value)}")
+        assert line.startswith("error: override: ")
+        return line
+
+    ways = (line_of_file, line_of_override)
+    for number, value in enumerate([*wrong_values(hint), *values_outside(field)]):
+        assert f" {key}" in ways[(place + number) % 2](key, value), value
     bad = join(section, misspelt(name))
-    assert all(f"unknown key '{bad}': did you mean '{name}'?" in line for line in lines(bad, 1))
-    assert {p.name for p in tmp_path.iterdir()} == {"tiny.yaml", "bad.yaml"}
+    for line_of in ways:
+        assert f"unknown key '{bad}': did you mean '{name}'?" in line_of(bad, 1)
+    written = {file.name for file in tmp_path.iterdir()}
+    assert written == {"tiny.yaml", "bad.yaml"}
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,5 +1,6 @@
 """All shipped recipes: they load strictly, build the named model, and train."""
 
+import functools
 from dataclasses import replace
 from statistics import fmean
 
@@ -43,7 +44,6 @@ from tools.paper.tables import settings_of
 RECIPES = list(recipe_files().values())
 FAMILIES = ("deit", "cifar100", "lra", "vim")
 DEIT, CIFAR100, LRA, VIM = ([p for p in RECIPES if p.stem.startswith(f"{name}_")] for name in FAMILIES)
-GENERATION = [p for p in RECIPES if p.stem.startswith(("dit_", "lightnet_gen_"))]  # tests/test_generation_recipes.py
 
 # parameter counts of the published shapes (recipes.md 1.1); position embeddings of 197 tokens where enabled
 PARAMETERS = {
@@ -83,6 +83,12 @@ MIXERS = {
 }
 
 
+@functools.cache
+def resolved(recipe):
+    """Resolve a recipe, by its name or path, once for all tests."""
+    return resolve(recipe)
+
+
 def test_the_promised_recipes_are_there():
     assert {p.stem for p in DEIT} == PARAMETERS.keys()
     assert (ROOT / "recipes" / "quickstart.yaml").exists()
@@ -90,7 +96,7 @@ def test_the_promised_recipes_are_there():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_a_recipe_states_its_claim_and_builds_what_it_names(path, tmp_path):
-    recipe = resolve(path)
+    recipe = resolved(path)
     if recipe.data.name == "labelled_text":  # of one's own: the recipe has none
         (tmp_path / "own.csv").write_text("text,label\n" + "good,1\nbad,0\n" * 5)
         recipe = replace(recipe, data=replace(recipe.data, path=str(tmp_path / "own.csv")))
@@ -118,7 +124,7 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path, tmp_path):
 
 def test_deit_is_trained_as_published():
     """Check the resolved recipe against recipes.md 1.2."""
-    recipe = resolve("deit_base_lion_s")
+    recipe = resolved("deit_base_lion_s")
     data, task, optim, schedule, trainer = (
         getattr(recipe, part) for part in ("data", "task", "optim", "schedule", "trainer")
     )
@@ -144,7 +150,7 @@ VIMS = {
 def test_vim_is_trained_as_published_and_as_large(size):
     """Check the resolved recipe against recipes.md 8.2; the sizes are 7, 26 and 98 M in the papers."""
     dim, parameters, accuracy, lr, batch, weight_decay, drop_path = VIMS[size]
-    recipe = resolve(f"vim_{size}")
+    recipe = resolved(f"vim_{size}")
     model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
     assert count_parameters(model) == parameters and recipe.about.expected == f"{accuracy} top-1"
     assert (model.length, model.before, model.position.shape) == (197, 98, (1, 197, dim))
@@ -156,7 +162,7 @@ def test_vim_is_trained_as_published_and_as_large(size):
     plan = make_plan(recipe, samples=1_281_167, world=8)
     assert plan.micro * plan.accumulation * 8 == recipe.trainer.batch_size == batch
     assert recipe.optim.peak(batch) == pytest.approx(lr) and recipe.optim.weight_decay == weight_decay
-    deit = resolve("deit_small_softmax")
+    deit = resolved("deit_small_softmax")
     assert (recipe.data, recipe.task, recipe.schedule) == (deit.data, deit.task, deit.schedule)
     assert recipe.trainer.ema == 0.99996 and recipe.trainer.precision == "fp32"
 
@@ -164,7 +170,7 @@ def test_vim_is_trained_as_published_and_as_large(size):
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
 def test_gpt2_is_trained_as_by_nanogpt(mixer):
     """Check the resolved recipe against recipes.md 5; LinAtt is the linear Transformer, Lion-S has no positions."""
-    recipe = resolve(f"gpt2_small_{mixer}")
+    recipe = resolved(f"gpt2_small_{mixer}")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     gates = 12 * (768 * 12 + 12) if mixer == "lion_s" else 0
@@ -181,7 +187,7 @@ def test_gpt2_is_trained_as_by_nanogpt(mixer):
 
 
 def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
-    recipe = resolve("shakespeare_char_softmax")
+    recipe = resolved("shakespeare_char_softmax")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     assert (samples, model.vocabulary, model.length) == (1_003_855 - 64, 65, 64)
@@ -225,7 +231,7 @@ MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy and our parameter counts; D and 
 def test_mlm_is_trained_as_published(name):
     """Check the resolved recipe against recipes.md 3.1 and 3.4."""
     row, expected, parameters = MLM[name]
-    recipe, text = resolve(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
+    recipe, text = resolved(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
     large, hf, hydra = name.startswith("large"), name.endswith("hf"), name.endswith("hydra")
     assert recipe.about.row == row and recipe.about.expected == f"{expected:.2f} MLM accuracy"
     assert text.startswith(f"# {row}: {recipe.about.expected} on C4.")
@@ -262,7 +268,7 @@ HYDRA = {"small": (384, 21, 12, 21_917_404), "base": (768, 24, 24, 93_204_136), 
 @pytest.mark.parametrize("size", HYDRA)
 def test_hydra_is_trained_as_published(size):
     """Check the resolved recipe against recipes.md 8.1: 22 M (small), 91 M (93 M by layers) and 104 M (base)."""
-    recipe = resolve(f"hydra_{size}")
+    recipe = resolved(f"hydra_{size}")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     m = recipe.model
@@ -284,7 +290,7 @@ def test_mlm_of_the_released_code():
 
 def test_cramming_is_trained_as_by_its_authors():
     """Check the resolved recipe against recipes.md 7.4."""
-    recipe = resolve("cramming_bert")
+    recipe = resolved("cramming_bert")
     info, samples, _ = describe_data(recipe, look=False)
     model = build_on_meta(make_task(recipe, info), recipe.model)
     assert count_parameters(model) == 119_589_889 and (model.vocabulary, model.length) == (32_768, 128)
@@ -314,7 +320,7 @@ def test_cramming_is_trained_as_by_its_authors():
 @pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
 def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
     """Check that all other settings are those of crammed BERT (recipes.md 7.4, "otherwise as cramming")."""
-    recipe, bert = (resolve(f"cramming_{row}") for row in (name, "bert"))
+    recipe, bert = (resolved(f"cramming_{row}") for row in (name, "bert"))
     differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
     own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
     assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
@@ -352,7 +358,7 @@ def test_long_range_arena_is_trained_as_by_s5(task):
     depth, dim, dropout, slow, lr, batch, epochs, decay, warmup, gate, momentum, seed = S5[task]
     place = list(S5).index(task)
     for mixer, numbers in ACCURACY.items():
-        recipe = resolve(f"lra_{task}_{mixer}")
+        recipe = resolved(f"lra_{task}_{mixer}")
         m, optim = recipe.model, recipe.optim
         expected = f"{numbers[place]} accuracy" if numbers[place] else "fail"
         assert recipe.about.expected == expected
@@ -403,7 +409,7 @@ def test_tables_5_and_6_are_switches():
     labels = {resolve(path, [f"model.attention.{item}" for item in row]).model.label() for row in rows.values()}
     labels.add(resolve(path, ["model.mixer=lion_d_hippo"]).model.label())  # [6]
     assert len(labels) == 10
-    shipped = [resolve(f"lra_listops_lion_s_{name}").model.label() for name in ("random", "scalar")]
+    shipped = [resolved(f"lra_listops_lion_s_{name}").model.label() for name in ("random", "scalar")]
     assert set(shipped) < labels
 
 
@@ -427,7 +433,7 @@ def test_lightnet_is_trained_as_published_and_as_large(size):
     (dim, heads), full, no_tpe, no_lrpe = LIGHTNET[size]
     rows = {"": full, "_no_tpe": no_tpe, "_no_lrpe": (full[0], no_lrpe)}
     for left_out, (parameters, accuracy) in rows.items():
-        recipe = resolve(f"lightnet_{size}{left_out}")
+        recipe = resolved(f"lightnet_{size}{left_out}")
         text = (ROOT / f"recipes/lightnet/lightnet_{size}{left_out}.yaml").read_text()
         assert recipe.about.expected == f"{accuracy:.2f} top-1"
         assert text.startswith(f"# {recipe.about.row}: {recipe.about.expected} on ImageNet-1k.")
@@ -455,10 +461,10 @@ def test_lightnet_is_trained_as_published_and_as_large(size):
 
 
 def test_lightnet_on_wikitext_is_trained_as_published():
-    recipe = resolve("lightnet_wikitext103")
+    recipe = resolved("lightnet_wikitext103")
     optim, schedule = recipe.optim, recipe.schedule
     assert recipe.about.expected == "23.09 perplexity" and millions(recipe, "45.07") == "45.07"
-    assert millions(resolve("lightnet_wikitext103_no_tpe"), "45.0") == "45.0"
+    assert millions(resolved("lightnet_wikitext103_no_tpe"), "45.0") == "45.0"
     assert (recipe.data.name, recipe.data.length, recipe.data.tokenizer) == ("wikitext103", 513, "gpt2")
     assert (recipe.trainer.batch_size, recipe.trainer.steps, recipe.trainer.clip_grad) == (128, 50_000, None)
     assert (optim.lr, optim.lr_batch, optim.betas, optim.eps, optim.weight_decay) == (
@@ -469,10 +475,10 @@ def test_lightnet_on_wikitext_is_trained_as_published():
 
 def test_ablations_of_lightnet_are_distinguished():
     names = ("full", "no_tpe", "no_lrpe", "no_share")
-    labels = [resolve(f"lightnet_lm_{name}").model.label() for name in names]
+    labels = [resolved(f"lightnet_lm_{name}").model.label() for name in names]
     said = ["", " without TPE", " without rotation", " with a decay of its own"]
     assert labels == [f"lightnet{words}" for words in said]
-    assert not any(resolve(f"lightnet_lm_{n}").model.resolved().position_embedding for n in names)
+    assert not any(resolved(f"lightnet_lm_{n}").model.resolved().position_embedding for n in names)
 
 
 def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
@@ -480,7 +486,7 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
     perplexity = {"full": "4.59", "no_tpe": "4.69", "no_lrpe": "4.69", "no_share": "4.76"}
     sizes = {}
     for name, expected in perplexity.items():
-        recipe = resolve(f"lightnet_lm_{name}")
+        recipe = resolved(f"lightnet_lm_{name}")
         assert recipe.about.expected == f"{expected} perplexity"
         assert (recipe.model.depth, recipe.model.dim, recipe.optim.lr) == (26, 1024, 3e-4)
         assert recipe.trainer.batch_size == 15 * 8
@@ -501,7 +507,7 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
 )
 def test_lightnet_has_the_shapes_of_its_table_10(name, shape, billions, gpus):
     """Check that all four sizes are within 3 %, with the tied vocabulary of GPT-2 (the paper does not specify one)."""
-    recipe = resolve(f"lightnet_lm_{name}")
+    recipe = resolved(f"lightnet_lm_{name}")
     model, trainer = recipe.model, recipe.trainer
     assert (model.dim, model.depth, model.num_heads, trainer.micro_batch) == shape
     assert (trainer.batch_size, recipe.optim.lr) == (shape[-1] * gpus, 3e-4)
@@ -518,7 +524,7 @@ EXPECTED = {  # Tables 2 and 12; softmax: results of DeiT
 
 @pytest.mark.parametrize("path", [*DEIT, *CIFAR100, *VIM], ids=lambda p: p.stem)
 def test_a_claim_is_that_of_its_table_and_said_once(path):
-    recipe, text = resolve(path), path.read_text()
+    recipe, text = resolved(path), path.read_text()
     if path in DEIT:
         size, mixer = path.stem.removeprefix("deit_").split("_", 1)
         expected = EXPECTED[size][mixer.replace("_multiscan", "♮")]
@@ -533,7 +539,7 @@ def test_an_end_above_the_beginning(tmp_path):
 
 
 def test_cifar100_holds_the_rows_of_its_tables():
-    rows = " ".join(resolve(path).about.row for path in CIFAR100)
+    rows = " ".join(resolved(path).about.row for path in CIFAR100)
     assert all(f"[{i}]" in rows for i in range(1, 9))
     assert len(CIFAR100) == 17
 
@@ -552,33 +558,35 @@ def test_mixers_differ_by_one_line():
 
 def test_presets_and_overrides():
     path = ROOT / "recipes/deit_small_lion_lit.yaml"
-    assert resolve(path).model.resolved().attention.feature_map == "silu_shifted"
+    assert resolved(path).model.resolved().attention.feature_map == "silu_shifted"
     assert resolve(path, ["model.preset=released"]).model.resolved().attention.feature_map == "elu1"
     steps = resolve(path, ["trainer.steps=7"]).trainer
     assert (steps.steps, steps.epochs) == (7, None)
     assert resolve(path, ["data.root=/x"]).data.root == "/x"
 
 
-SHARES = 6  # a recipe takes every sixth mixer
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_a_resolved_recipe_reads_back(path, tmp_path):
-    recipe = resolve(path)
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    assert resolve(tmp_path / "recipe.yaml") == recipe
-    assert isinstance(load_recipe(tmp_path / "recipe.yaml").data, dict)
-    plain = ENTRIES[recipe.model.mixer].layer.Config is AttentionConfig  # other mixers require their special settings
-    few = path in LRA or path in GENERATION
-    mixed = ()
-    if recipe.model.mixer == "lightnet":  # no other mixer accepts the settings of LightNet
-        mixed = ("lightnet",)
-    elif plain and path.stem in ("lra_listops_softmax", "dit_tiny_softmax"):
-        mixed = (SOFTMAX, *LINEAR)
-    elif plain and not few:  # neighbours take different mixers: each family of recipes meets all
-        mixed = (SOFTMAX, *LINEAR)[RECIPES.index(path) % SHARES :: SHARES]
-    for mixer in mixed:  # the recipe is stored as written, so an override has the same effect afterwards
-        assert built(tmp_path / "recipe.yaml", mixer) == built(path, mixer), mixer
+    recipe = resolved(path)
+    stored = tmp_path / "recipe.yaml"
+    stored.write_text(dump_recipe(recipe))
+    assert resolve(stored) == recipe
+    mixer = recipe.model.mixer
+    if ENTRIES[mixer].layer.Config is AttentionConfig:  # other mixers require their special settings
+        choices = (SOFTMAX, *LINEAR)
+        mixer = choices[RECIPES.index(path) % len(choices)]  # neighbours take different mixers
+    assert built(stored, mixer) == built(path, mixer)
+
+
+def test_a_stored_recipe_takes_every_mixer(tmp_path):
+    """Check that a recipe is stored as written, so that an override has the same effect afterwards."""
+    stored = tmp_path / "recipe.yaml"
+    for name in ("lra_listops_softmax", "dit_tiny_softmax"):
+        path = recipe_path(name)
+        stored.write_text(dump_recipe(resolved(path)))
+        assert isinstance(load_recipe(stored).data, dict)
+        for mixer in (SOFTMAX, *LINEAR):
+            assert built(stored, mixer) == built(path, mixer), mixer
 
 
 def built(path, mixer):
@@ -589,57 +597,61 @@ def built(path, mixer):
         return str(error).partition(": model")[2]
 
 
-class Noise(torch.utils.data.Dataset):
+class Repeated(torch.utils.data.Dataset):
+    """A data set of eight samples that a function makes."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
     def __len__(self):
         return 8
 
     def __getitem__(self, index):
-        return {"image": torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), "label": index % 10}
+        return self.sample(index)
+
+
+def picture(index):
+    return {"image": torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8), "label": index % 10}
+
+
+def window(index):
+    return {"tokens": torch.randint(0, 65, (9,))}
+
+
+SHRUNKEN = ["model.dim=12", "model.depth=2", "model.num_heads=3", "trainer.device=cpu", "trainer.compile=false"]
+SHRUNKEN += ["trainer.steps=2", "trainer.batch_size=4", "schedule.warmup=1"]
+
+
+def train_two_steps(path, sample, folder, *changes):
+    """Train a shrunken copy of a recipe, check that every parameter moves, and return the trainer."""
+    recipe = resolve(path, [*SHRUNKEN, *changes])
+    task = make_task(recipe, describe_data(recipe, look=False)[0])
+    model = task.build_model(recipe.model)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    splits = Splits(Repeated(sample), Repeated(sample), None, task.info)
+    plan = make_plan(recipe, samples=8, world=1)
+    trainer = Trainer(plan, task, model, splits, folder, start_runtime("cpu"))
+    assert trainer.fit()
+    assert trainer.state.step == 2
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+    assert newest(folder, "last")
+    return trainer
+
+
+TINY = [p for p in (*DEIT, *VIM) if "_tiny" in p.stem]  # shrunken, the other sizes are the same
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [*DEIT, *CIFAR100, *VIM], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*TINY, *CIFAR100], ids=lambda p: p.stem)
 def test_two_steps_of_a_shrunken_copy(path, tmp_path):
-    shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.image_size=[32, 32]", "trainer.device=cpu"]
-    shorten = [
-        "trainer.steps=2",
-        "trainer.batch_size=4",
-        "trainer.micro_batch=2",
-        "trainer.compile=false",
-        "schedule.warmup=1",
-        "schedule.min_lr=0",  # the peak learning rate of this batch is below DeiT's min_lr
-    ]
-    recipe = resolve(path, [*shrink, *shorten])
-    task = make_task(recipe, describe_data(recipe, look=False)[0])
-    model = task.build_model(recipe.model)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    plan = make_plan(recipe, samples=8, world=1)
-    trainer = Trainer(plan, task, model, Splits(Noise(), Noise(), None, task.info), tmp_path, start_runtime("cpu"))
-    assert trainer.fit() and trainer.state.step == 2
-    assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
-    assert newest(tmp_path, "last")
-
-
-class Windows(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"tokens": torch.randint(0, 65, (9,))}
+    # the peak learning rate of this batch is below DeiT's min_lr
+    train_two_steps(path, picture, tmp_path, "data.image_size=[32, 32]", "trainer.micro_batch=2", "schedule.min_lr=0")
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem.startswith("shakespeare_char_")], ids=lambda p: p.stem)
 def test_two_steps_of_a_shrunken_language_model(path, tmp_path):
-    shrink = ["model.dim=12", "model.depth=2", "model.num_heads=3", "data.length=9", "trainer.device=cpu"]
-    shorten = ["trainer.steps=2", "trainer.batch_size=4", "trainer.compile=false", "schedule.warmup=1"]
-    recipe = resolve(path, [*shrink, *shorten])
-    task = make_task(recipe, describe_data(recipe, look=False)[0])
-    model = task.build_model(recipe.model)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    splits = Splits(Windows(), Windows(), None, task.info)
-    trainer = Trainer(make_plan(recipe, samples=8, world=1), task, model, splits, tmp_path, start_runtime("cpu"))
-    assert trainer.fit() and trainer.state.step == 2
-    assert all(not torch.equal(v, before[k]) for k, v in model.named_parameters())
+    trainer = train_two_steps(path, window, tmp_path, "data.length=9")
     assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a uniform guess
 
 
@@ -647,7 +659,7 @@ def test_recipes_name_the_results_of_their_runs():
     """Check recipes that tables of the papers run as they are, in sizes for two CPU cores."""
     rows, small = list(open_store(ROOT / "reports/paper.json").rows.values()), 0
     for name in recipe_files():
-        recipe = resolve(name)
+        recipe = resolved(name)
         settings = settings_of(recipe)
         values = [row["val"] if row["test"] is None else row["test"] for row in rows if row["settings"] == settings]
         if values:

@@ -169,8 +169,8 @@ COMMANDS = {
     ),
     "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.external:logs", None),
     "test": Command(
-        "[--quick] [pytest's options]",
-        "run the test suite; --quick: a part of it, in two minutes",
+        "[--quick|--every] [pytest's options]",
+        "run the test suite on all cores; --quick: a part of it, in a minute; --every: all cases",
         "tools.external:test",
         None,
     ),

@@ -12,6 +12,9 @@ from lion.config import ConfigError, nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ("--quick", "--every")  # of the tests; others are pytest's
+ALONE = ("--pdb", "--trace", "-s", "--collect-only", "--co", "no:xdist")  # options that need a single process
+NEEDED = 3 * 2**29  # bytes of memory of a process of the tests
+CONTAINER = Path("/sys/fs/cgroup")
 
 
 def logs(argv: list[str]) -> NoReturn:
@@ -19,7 +22,7 @@ def logs(argv: list[str]) -> NoReturn:
 
 
 def test(argv: list[str]) -> NoReturn:
-    """Run the test suite.
+    """Run the test suite, in as many processes with one thread each as there are cores and memory for.
 
     Raises:
         ConfigError: There is no clone.
@@ -30,10 +33,45 @@ def test(argv: list[str]) -> NoReturn:
         if option.startswith("--") and option not in OPTIONS and get_close_matches(option, OPTIONS, cutoff=0.8):
             raise ConfigError(f"run.sh test: unknown option {option}, {nearest(option, OPTIONS)}")
     os.chdir(ROOT)
-    if "--quick" in argv:  # two processes with one thread each
-        argv = ["-n", "2", "--dist", "worksteal", *argv]
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not chooses_processes(argv):
+        argv = ["-n", str(processes()), "--dist", "worksteal", *argv]
     replace_process("pytest", *argv)
+
+
+def chooses_processes(argv: list[str]) -> bool:
+    """Return whether the options determine the number of processes; one test needs no more than one."""
+    for word in argv:
+        if word in ALONE or "::" in word or word.startswith(("-n", "--numprocesses")):
+            return True
+    return False
+
+
+def processes() -> int:
+    """Return the number of test processes that the cores and the free memory of this machine, or container, allow."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, free_memory() // NEEDED))
+
+
+def free_memory() -> int:
+    """Return the free memory in bytes."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for line in read_lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+    limit = read_lines(CONTAINER / "memory.max")
+    used = read_lines(CONTAINER / "memory.current")
+    if limit and used and limit[0].isdigit():  # "max" without a limit
+        free = min(free, int(limit[0]) - int(used[0]))
+    return free
+
+
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a file of the system, none where there is no such file."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def replace_process(module: str, *argv: str) -> NoReturn:

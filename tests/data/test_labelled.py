@@ -7,18 +7,17 @@ import re
 import pytest
 import torch
 
-import data
 from data.text.tokenizers import open_tokenizer
-from lion.config import ConfigError, build
-from tests.helpers import command, here, refuse
+from lion.config import ConfigError
+from tests.helpers import here, refuse
+
+from .helpers import opened, refusal
 
 ROWS = [{"text": f"{'good' if i % 3 else 'bad'} word{i}", "label": "yes" if i % 3 else "no"} for i in range(30)]
 
 
 def labelled(path, **settings):
-    kind = data.dataset("labelled_text")
-    values = {"name": "labelled_text", "path": str(path), "tokenizer": "bytes", "length": 32, **settings}
-    return kind(build(kind.Config, values, source=lambda key: "recipe"))
+    return opened("labelled_text", **{"path": str(path), "tokenizer": "bytes", "length": 32, **settings})
 
 
 def write(path, rows):
@@ -89,33 +88,31 @@ def test_pairs_numbers_and_columns(tmp_path):
 
 
 def test_what_is_refused_is_named(tmp_path):
-    def refusal(path, **settings):
-        with pytest.raises(ConfigError) as error:
-            labelled(path, **settings).build()
-        return str(error.value)
+    def refused(path, **settings):
+        return refusal(lambda: labelled(path, **settings).build())
 
     file = write(tmp_path / "train.csv", ROWS)
-    assert "no file or folder" in refusal(tmp_path / "nosuch")
+    assert "no file or folder" in refused(tmp_path / "nosuch")
     (tmp_path / "notes.txt").write_text("x")
-    assert "ends with .txt, expected one of .jsonl, .json" in refusal(tmp_path / "notes.txt")
+    assert "ends with .txt, expected one of .jsonl, .json" in refused(tmp_path / "notes.txt")
     (tmp_path / "none").mkdir()
-    assert "no file train.csv in" in refusal(tmp_path / "none")
-    assert "text_columns: expected one or two columns" in refusal(file, text_columns=["a", "b", "c"])
-    assert "no column 'txt', did you mean 'text'" in refusal(file, text_columns=["txt"])
-    assert "no column 'labl', did you mean 'label'" in refusal(file, label_column="labl")
+    assert "no file train.csv in" in refused(tmp_path / "none")
+    assert "text_columns: expected one or two columns" in refused(file, text_columns=["a", "b", "c"])
+    assert "no column 'txt', did you mean 'text'" in refused(file, text_columns=["txt"])
+    assert "no column 'labl', did you mean 'label'" in refused(file, label_column="labl")
     other = write(tmp_path / "other.csv", [{"a": "x", "b": "y", "c": f"z{i % 2}"} for i in range(9)])
-    assert "data.label_column: must be set to one of a, b, c" in refusal(other)
-    assert refusal(other, label_column="c").endswith("data.text_columns: must be set to one or two of a, b")
+    assert "data.label_column: must be set to one of a, b, c" in refused(other)
+    assert refused(other, label_column="c").endswith("data.text_columns: must be set to one or two of a, b")
     holes = write(tmp_path / "holes.csv", [{"text": "x", "label": "yes" if i != 4 else ""} for i in range(9)])
-    assert "row 5: data.label_column: 'label' holds '', expected classes or numbers" in refusal(holes)
-    assert "has 1 different labels, expected 2 to 1,000" in refusal(other, label_column="b", text_columns=["a"])
+    assert "row 5: data.label_column: 'label' holds '', expected classes or numbers" in refused(holes)
+    assert "has 1 different labels, expected 2 to 1,000" in refused(other, label_column="b", text_columns=["a"])
     many = write(tmp_path / "many.csv", [{"text": "x", "label": f"l{i}"} for i in range(1001)])
-    assert "has 1,001 different labels" in refusal(many)
+    assert "has 1,001 different labels" in refused(many)
     write(tmp_path / "validation.csv", [{"text": "x", "label": "maybe"}])
-    assert "row 1: label: 'maybe' is not a label of the training rows" in refusal(tmp_path)
+    assert "row 1: label: 'maybe' is not a label of the training rows" in refused(tmp_path)
     (tmp_path / "validation.csv").write_text("")
-    assert "validation.csv: no rows, the file is empty" in refusal(tmp_path)
-    assert "val_split: 0.01 of 30 rows leaves a split empty" in refusal(file, val_split=0.01)
+    assert "validation.csv: no rows, the file is empty" in refused(tmp_path)
+    assert "val_split: 0.01 of 30 rows leaves a split empty" in refused(file, val_split=0.01)
 
 
 def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
@@ -164,38 +161,32 @@ def test_a_set_of_the_hub_needs_a_split_for_training(monkeypatch):
         labelled("some/set").build()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     """Check a real run: its tokenizer is trained on the training texts and kept, and `predict` needs nothing else."""
-    rows = [{"premise": row["text"], "hypothesis": "x", "label": row["label"]} for row in ROWS] if pairs else ROWS
-    file = write(tmp_path / "own.csv", rows)
-    small = [
-        "model.dim=16",
-        "model.depth=1",
-        "model.num_heads=2",
-        "trainer.compile=false",
-        "trainer.epochs=1",
-        "trainer.batch_size=4",
-    ]
-    where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
-    assert here("train", "text_tiny_lion_s", *where, *small, "data.vocabulary=300") == 0
-    file.unlink()
-    done = command("predict", str(tmp_path / "own"), "good word7", *["x"] * pairs)
-    assert done.returncode == 0, done.stderr
-    assert "yes" in done.stdout and "no" in done.stdout and ("hypothesis" in done.stdout) == pairs
-    columns = "premise, hypothesis" if pairs else "text"
-    assert f"texts: {columns}; label: label" in capsys.readouterr().out
-    words = ["good word7", "x"][: 1 + pairs]
-    (tmp_path / "review.txt").write_text("good")
-    assert "review.txt is a file; this run expects" in refuse(
-        capsys, "predict", tmp_path / "own", tmp_path / "review.txt", *words[1:]
-    )
+    rows, columns, words = ROWS, "text", ["good word7"]
     if pairs:
-        line = refuse(capsys, "predict", tmp_path / "own", "good word7")
-        assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in line
-    line = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
-    assert "no file or folder" in line
+        rows = [{"premise": row["text"], "hypothesis": "x", "label": row["label"]} for row in ROWS]
+        columns, words = "premise, hypothesis", ["good word7", "x"]
+    file = write(tmp_path / "own.csv", rows)
+    run = tmp_path / "own"
+    small = "model.dim=16 model.depth=1 model.num_heads=2 trainer.compile=false trainer.epochs=1 trainer.batch_size=4"
+    where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
+    assert here("train", "text_tiny_lion_s", *where, *small.split(), "data.vocabulary=300", "data.length=32") == 0
+    assert f"texts: {columns}; label: label" in capsys.readouterr().out
+    file.unlink()
+    assert here("predict", run, *words, "--eager") == 0
+    out = capsys.readouterr().out
+    assert "yes" in out and "no" in out
+    assert ("hypothesis" in out) == pairs
+    (tmp_path / "review.txt").write_text("good")
+    said = refuse(capsys, "predict", run, tmp_path / "review.txt", *words[1:])
+    assert "review.txt is a file; this run expects" in said
+    if pairs:
+        said = refuse(capsys, "predict", run, "good word7")
+        assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in said
+    said = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
+    assert "no file or folder" in said
 
 
 def test_rows_without_a_label_are_left_out(tmp_path, caplog):
@@ -237,25 +228,21 @@ def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
 
 def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
     file = tmp_path / "own.csv"
-    file.write_text("text,label\nnice film,pos\nnice film, really,pos\n")
-    with pytest.raises(ConfigError, match=r"own.csv, line 3: expected 2 columns as in the header, got 3; a text with"):
-        labelled(file).build()
-    file.write_text('text,label\n"never closed,pos\n')
-    with pytest.raises(ConfigError, match=r"own.csv: not a table of text in UTF-8 .unexpected end of data"):
-        labelled(file).build()
-    file.write_text("text;label\na;b\n")
-    with pytest.raises(ConfigError, match=r"own.csv: columns are separated by ';', expected commas"):
-        labelled(file).build()
-    file.write_text("text,text\na,b\n")
-    with pytest.raises(ConfigError, match="two columns have one name in the header: text, text"):
-        labelled(file).build()
-    file.write_bytes(b"text,label\n\xff,pos\n")
-    with pytest.raises(ConfigError, match=r"own.csv: not a table of text in UTF-8"):
-        labelled(file).build()
+    for text, message in (
+        (
+            b"text,label\nnice film,pos\nnice film, really,pos\n",
+            "own.csv, line 3: expected 2 columns as in the header, got 3; a text with",
+        ),
+        (b'text,label\n"never closed,pos\n', "own.csv: not a table of text in UTF-8 (unexpected end of data"),
+        (b"text;label\na;b\n", "own.csv: columns are separated by ';', expected commas"),
+        (b"text,text\na,b\n", "two columns have one name in the header: text, text"),
+        (b"text,label\n\xff,pos\n", "own.csv: not a table of text in UTF-8"),
+    ):
+        file.write_bytes(text)
+        assert message in refusal(labelled(file).build)
     tabs = tmp_path / "own.tsv"
     tabs.write_text("text\tlabel\n" + '"hi" he said\tpos\n"so bad\tneg\n\n' * 10)
     built = labelled(tabs).build()
     assert len(built.train) + len(built.val) == 20
     assert {'[CLS]"hi" he said[SEP]', '[CLS]"so bad[SEP]'} == set(texts_of(built.train)), "quotes are text"
-    with pytest.raises(ConfigError, match=r"data.label_column: 'text' is the text"):
-        labelled(tabs, label_column="text").build()
+    assert "data.label_column: 'text' is the text" in refusal(labelled(tabs, label_column="text").build)

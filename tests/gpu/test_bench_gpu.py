@@ -1,6 +1,5 @@
-"""`bench gpu`: estimates, reports and refused arguments."""
+"""`bench gpu`: estimates and refused arguments; its report is in test_budgets.py."""
 
-import json
 import sys
 
 import pytest
@@ -51,34 +50,6 @@ def test_bytes_of_operators_that_write_in_place():
         with Counter() as counted:
             run()
         assert tensors * 4000 <= counted.cost.moved < tensors * 4000 + 100, tensors
-
-
-@pytest.mark.slow
-def test_an_operator_and_a_step_are_reported(tmp_path, capsys):
-    command = [
-        "lion_s",
-        "deit_tiny_lion_lit",
-        "--length",
-        "64",
-        "--form",
-        "full",
-        "--batch",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    assert gpu.main(command) == 0
-    step, operator = sorted(
-        json.loads((tmp_path / "gpu.json").read_text())["rows"], key=lambda row: row["length"], reverse=True
-    )
-    assert (operator["name"], step["name"]) == ("lion_s", "deit_tiny_lion_lit")
-    assert set(operator["parts"]) == {"forward", "backward"} and set(step["parts"]) == {"forward", "backward", "around"}
-    assert all(cost["moved"] > 0 for row in (step, operator) for cost in row["parts"].values())
-    weights = step["parts"]["around"]["moved"] / 4  # the optimizer reads and writes 7 float32 numbers per parameter
-    assert weights > 7 * 5_000_000
-    text = (tmp_path / "gpu.md").read_text()
-    assert "estimates" in text and "| lion_s | full | 64 |" in text and "| deit_tiny_lion_lit | 394 |" in text
-    assert "x softmax" in capsys.readouterr().out
 
 
 def test_what_it_refuses(capsys, monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 """Blocks of every kind of model: their training graphs lower to GPU code without graph breaks, and compile.
 
-By default one block of text is lowered (that of DeiT in test_budgets.py) and one of images is compiled. With `--every`,
-all blocks are compiled for both targets.
+By default one block is lowered for one target, and that of DeiT in test_budgets.py. With `--every`, all blocks are
+compiled for both targets.
 """
 
 import pytest
@@ -12,6 +12,8 @@ from tools.gpu.lower import lower
 from tools.gpu.step import trace_step
 from tools.gpu.targets import TARGETS
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "model.depth=1",
     "model.dim=64",
@@ -20,36 +22,39 @@ SMALL = [
     "trainer.micro_batch=2",
     "optim.lr_batch=null",
 ]
-DEIT = "deit_tiny_lion_s", ["data.image_size=[64, 64]"]
-DIT = "dit_tiny_lightnet", []
-BOTH = ("a100", "h100")
-GPT = "gpt2_tiny_lion_s", []
+SIZE = "data.image_size=[64, 64]"
+DIT = ("dit_tiny_lightnet", [])
 OTHERS = [
+    ("gpt2_tiny_lion_s", []),
+    ("deit_tiny_lion_s", [SIZE]),
     ("mlm_tiny_lion_d", []),
     ("lra_image_lion_lit", ["data.side=8"]),
-    ("lightnet_tiny", ["data.image_size=[64, 64]"]),
+    ("lightnet_tiny", [SIZE]),
     ("lra_image_lion_s", ["data.side=8"]),  # vector decays take 30 s
     ("lra_image_lion_s", ["data.side=16", "model.attention.normalize=none"]),  # sums over tokens are split
-    ("hydra_small", ["data.image_size=[64, 64]"]),
+    ("hydra_small", [SIZE]),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, changes, targets",
-    [
-        (*DIT, BOTH[1:]),
-        (*GPT, ()),
-        *(pytest.param(*item, BOTH, marks=pytest.mark.every) for item in (DEIT, DIT, GPT, *OTHERS)),
-    ],
-)
-def test_training_graphs_of_a_block_lower_and_compile(name, changes, targets):
+def programs_of(name, changes, target):
+    """Lower the training graphs of a block; check that no operator of them is eager."""
     recipe = resolve(name, [*SMALL, *changes])
-    step = trace_step(recipe, make_task(recipe, describe_data(recipe, look=False)[0]), batch=2)
+    info = describe_data(recipe, look=False)[0]
+    step = trace_step(recipe, make_task(recipe, info), batch=2)
     assert {graph.stage for graph in step.graphs} == {"forward", "backward"}
-    for graph in step.graphs:
-        for target in targets or BOTH[1:]:
-            program = lower(graph, TARGETS[target])
-            assert program.kernels and not program.fallbacks, program.fallbacks
-            if targets:
-                compile_kernels(program.kernels, TARGETS[target])
+    programs = [lower(graph, TARGETS[target]) for graph in step.graphs]
+    for program in programs:
+        assert program.kernels and not program.fallbacks, program.fallbacks
+    return programs
+
+
+def test_training_graphs_of_a_block_lower():
+    programs_of(*DIT, "h100")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize(("name", "changes"), [DIT, *OTHERS])
+def test_training_graphs_of_all_blocks_compile(name, changes, target):
+    for program in programs_of(name, changes, target):
+        compile_kernels(program.kernels, TARGETS[target])

@@ -6,40 +6,40 @@ from torch.utils._pytree import tree_leaves
 
 from lion.inference import split
 from lion.inference.split import read_in_turn
-from lion.inference.text import Continuation, streaming_mode
-from lion.layers.mixers import LINEAR
+from lion.inference.text import Continuation
 from tests.processes import in_processes
 
 from .test_text import gpt
 
-pytestmark = pytest.mark.process
+MIXERS = ("lion_s", "mamba", "gla", "xlstm", "deltanet", "deltaproduct", "rwkv7", "retnet")  # states of each kind
 PROMPTS = [[1, 2, 3] * 6, [7], [8, 9, 1] * 4]  # ends in different pieces
+SHORT = [[5]]  # fewer tokens than processes
 
 
 def read(group, models):
     split.PIECE = 4  # several pieces for each process
-    return {name: read_in_turn(model, PROMPTS, group) for name, model in models.items()}
+    found = {name: read_in_turn(model, PROMPTS, group) for name, model in models.items()}
+    return found, read_in_turn(models["lion_s"], SHORT, group)
 
 
+def assert_reads(found, model, prompts):
+    logits, state = found
+    expected = Continuation.of(model, "rnn", prompts)
+    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-11)
+    for a, b in zip(tree_leaves(state), tree_leaves(expected.state), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.process
 def test_processes_read_prompts_together():
-    models = {mixer: gpt(mixer).double() for mixer in LINEAR if streaming_mode(gpt(mixer)) == "rnn"}
-    assert len(models) > 10
-    expected = {name: Continuation.of(model, "rnn", PROMPTS) for name, model in models.items()}
+    models = {mixer: gpt(mixer).double() for mixer in MIXERS}
     for count in (2, 3):
-        for found in in_processes(count, read, models):
-            for name, (logits, state) in found.items():
-                torch.testing.assert_close(logits, expected[name].logits, rtol=0, atol=1e-11, msg=name)
-                for a, b in zip(tree_leaves(state), tree_leaves(expected[name].state), strict=True):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-11, msg=name)
+        for found, short in in_processes(count, read, models):
+            assert_reads(short, models["lion_s"], SHORT)
+            for name, model in models.items():
+                assert_reads(found[name], model, PROMPTS)
 
 
-def test_a_prompt_may_be_shorter_than_the_number_of_processes():
-    model = gpt("lion_s").double()
-    for logits, state in in_processes(3, short, model):
-        expected = Continuation.of(model, "rnn", [[5]])
-        torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-11)
-        assert state.position.tolist() == [1]
-
-
-def short(group, model):
-    return read_in_turn(model, [[5]], group)
+def test_mixers_whose_state_grows_are_refused():
+    with pytest.raises(ValueError, match="processes: mixer 'softmax' keeps all keys and values, use one process"):
+        read_in_turn(gpt(), PROMPTS, None)

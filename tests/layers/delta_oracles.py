@@ -92,10 +92,8 @@ def deltaproduct(w: Weights, x: Tensor, state, way: Way):
     dim = x.shape[-1]
     n = (len(w["qkv.weight"]) // dim - 1) // 2
     q, k, v = (split(t, way.heads) for t in linear(w, "qkv", x).split((dim, n * dim, n * dim), -1))
-    q, beta = (
-        unit_key(q) / math.sqrt(q.shape[-1]),
-        2 * sigmoid(split(linear(w, "decays.0.gate", x, False), way.heads)),
-    )
+    q = unit_key(q) / math.sqrt(q.shape[-1])
+    beta = 2 * sigmoid(split(linear(w, "decays.0.gate", x, False), way.heads))
     S = own = torch.zeros_like(outer(q, q))
     S = S if state is None else head_decay(w, x, way.heads)[..., None] * state[0]
     for key, value, b in zip(k.chunk(n, -1), v.chunk(n, -1), beta.split(1, -1)):

@@ -63,6 +63,22 @@ def lion(f: Callable[[Weights, Tensor, int], Tensor]):
     return cell
 
 
+def undecayed(w: Weights, x: Tensor, heads: int) -> Tensor:
+    return x.new_ones(1)
+
+
+def fixed(w: Weights, x: Tensor, heads: int) -> Tensor:
+    return sigmoid(w["decays.0.a"])[:, None]
+
+
+def selective(w: Weights, x: Tensor, heads: int) -> Tensor:
+    return sigmoid(linear(w, "decays.0.gate", x))[..., None]
+
+
+def selective_vector(w: Weights, x: Tensor, heads: int) -> Tensor:
+    return split(sigmoid(linear(w, "decays.0.gate", x)), heads)
+
+
 def turning(f: Callable[[Weights, Tensor, int], Tensor]):
     """Make the cell of LION with complex states, one for key dimensions p and p + D/2.
 
@@ -214,10 +230,10 @@ def bounded(numerator: Tensor, rowsum: Tensor) -> Tensor:
 
 
 ORACLES = {
-    "lion_lit": (lion(lambda w, x, heads: x.new_ones(1)), ratio),
-    "lion_d": (lion(lambda w, x, heads: sigmoid(w["decays.0.a"])[:, None]), ratio),
-    "lion_s": (lion(lambda w, x, heads: sigmoid(linear(w, "decays.0.gate", x))[..., None]), ratio),
-    "lion_s_vector": (lion(lambda w, x, heads: split(sigmoid(linear(w, "decays.0.gate", x)), heads)), ratio),
+    "lion_lit": (lion(undecayed), ratio),
+    "lion_d": (lion(fixed), ratio),
+    "lion_s": (lion(selective), ratio),
+    "lion_s_vector": (lion(selective_vector), ratio),
     "lion_d_hippo": (turning(hippo), ratio),
     "lion_s_hippo": (turning(selective_hippo), ratio),
     "linear_transformer": (linear_transformer, ratio),

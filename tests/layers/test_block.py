@@ -8,11 +8,11 @@ from lion.layers.blocks.base import MLPS, DropPath, PreNorm
 from lion.layers.blocks.post_norm import PostNorm
 from lion.layers.layout import PLAIN
 from lion.layers.mixers import AttentionConfig
-from tests.layers.test_attention import PACKED, PADDED, check_padding
+
+from .helpers import MASKS, check_padding, close, doubles, refused
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():
-    torch.manual_seed(0)
     layer, x = DropPath(0.25), torch.ones(4000, 2, 3)
     y = layer(x)
     per_sample = y[:, 0, 0]
@@ -46,7 +46,7 @@ class Told(torch.nn.Module):
 
     def __init__(self, block):
         super().__init__()
-        self.block, self.context = moved(block), torch.nn.Parameter(torch.randn(1, 12, dtype=torch.double))
+        self.block, self.context = moved(block), torch.nn.Parameter(doubles(1, 12))
 
     def forward(self, x, layout=PLAIN):
         return self.block(x, layout, self.context)
@@ -58,45 +58,27 @@ def adaln(**settings):
 
 
 @torch.no_grad()
-def test_adaln_zero_starts_as_the_identity():
-    x, context = torch.randn(2, 5, 12), torch.randn(2, 12)
-    assert torch.equal(adaln()(x, context=context), x)
-    assert not torch.equal(moved(adaln())(x, context=context), x)
-
-
-@torch.no_grad()
 def test_adaln_zero_as_it_is_written():
     """Check AdaLN-Zero, whose one linear layer in DiT is split here: modulation before and after the mixer."""
-    block, x, context = moved(adaln(mlp="mlp_tanh")), torch.randn(2, 5, 12), torch.randn(2, 12)
+    block, x, context = adaln(mlp="mlp_tanh"), torch.randn(2, 5, 12), torch.randn(2, 12)
+    assert torch.equal(block(x, context=context), x)  # it starts as the identity
+    moved(block)
     shift, scale = block.before_mixer(context)
     gate, shift2, scale2, gate2 = block.after_mixer(context)
     y = x + gate * block.attention(F.layer_norm(x, (12,), eps=1e-6) * (1 + scale) + shift)
     y = y + gate2 * block.mlp(F.layer_norm(y, (12,), eps=1e-6) * (1 + scale2) + shift2)
-    torch.testing.assert_close(block(x, context=context), y)
+    close(block(x, context=context), y)
     assert gate.shape == (2, 1, 12)
     names = {name for name, _ in block.named_parameters()}
     assert not any("norm" in name for name in names)
 
 
-@torch.no_grad()
-def test_adaln_zero_streams():
-    block = moved(adaln(attention=AttentionConfig(direction="forward"))).double()
-    x, context = torch.randn(2, 8, 12, dtype=torch.double), torch.randn(2, 12, dtype=torch.double)
-    start, state = block.prefill(x[:, :5], context=context)
-    end, _ = block.step(x[:, 5:], state, context=context)
-    torch.testing.assert_close(torch.cat([start, end], 1), block(x, context=context), rtol=0, atol=1e-10)
-
-
 def test_a_norm_that_needs_weights_is_refused():
-    with pytest.raises(
-        ValueError, match="'batchnorm' always has learned weights, block 'adaln_zero' takes layernorm or rm"
-    ):
-        adaln(norm="batchnorm")
+    refused("'batchnorm' always has learned weights, block 'adaln_zero' takes layernorm or rm", adaln, norm="batchnorm")
 
 
 @torch.no_grad()
 def test_where_the_norms_stand():
-    torch.manual_seed(0)
     x = torch.randn(2, 5, 12)
     for kind in (PreNorm, PostNorm):
         block = kind(12, 3, mixer="lion_d", attention=AttentionConfig())
@@ -109,12 +91,11 @@ def test_where_the_norms_stand():
         else:
             middle = norm1(x + mix(x))
             expected = norm2(middle + mlp(middle))
-        torch.testing.assert_close(block(x), expected)
+        close(block(x), expected)
 
 
 @torch.no_grad()
 def test_blocks_without_an_mlp():
-    torch.manual_seed(0)
     x, context = torch.randn(2, 5, 12), torch.randn(2, 12)
     for name, kind in BLOCKS.items():
         block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp="none")
@@ -126,26 +107,27 @@ def test_blocks_without_an_mlp():
             expected = x + gate * mix(norm(x) * (1 + scale) + shift)
         else:
             expected = x + mix(norm(x))
-        torch.testing.assert_close(block(x, context=context), expected)
+        close(block(x, context=context), expected)
         assert not any(part in key for key in block.state_dict() for part in ("mlp", "norm2")), name
 
 
+@pytest.mark.parametrize("kind", BLOCKS.values())
 @torch.no_grad()
-def test_a_post_norm_block_streams():
-    torch.manual_seed(0)
-    block = PostNorm(12, 3, mixer="lion_s", attention=AttentionConfig(direction="forward")).double()
-    x = torch.randn(2, 8, 12, dtype=torch.double)
-    start, state = block.prefill(x[:, :5])
-    end, _ = block.step(x[:, 5:], state)
-    torch.testing.assert_close(torch.cat([start, end], 1), block(x), rtol=0, atol=1e-10)
+def test_blocks_stream(kind):
+    block = kind(12, 3, mixer="lion_s", attention=AttentionConfig(direction="forward")).double()
+    if kind is AdaLNZero:
+        moved(block)
+    x, context = doubles(2, 8, 12), doubles(2, 12)
+    start, state = block.prefill(x[:, :5], context=context)
+    end, _ = block.step(x[:, 5:], state, context=context)
+    close(torch.cat([start, end], 1), block(x, context=context), 1e-10)
 
 
 @pytest.mark.parametrize("kind", BLOCKS.values())
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
-@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
+@pytest.mark.parametrize("valid, segments", MASKS)
 def test_contents_of_padding_do_not_change_gradients(kind, mixer, valid, segments):
     """Check that padding reaches no gradient of a parameter, not even through the residual connection."""
-    torch.manual_seed(0)
     for mlp, norm in (("mlp", "layernorm"), ("glu", "rmsnorm")):
         block = kind(12, 3, mixer=mixer, attention=AttentionConfig(), mlp=mlp, norm=norm).double()
         if kind.conditional:
@@ -154,11 +136,10 @@ def test_contents_of_padding_do_not_change_gradients(kind, mixer, valid, segment
 
 
 def test_the_tanh_of_gpt2_is_near_the_exact_gelu_and_not_the_same():
-    torch.manual_seed(0)
     exact, near = MLPS["mlp"](12, 24), MLPS["mlp_tanh"](12, 24)
     near.load_state_dict(exact.state_dict())
     x = 3 * torch.randn(5, 12)
     hidden = exact.fc1(x)
     written = hidden / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
-    torch.testing.assert_close(near(x), near.fc2(written))
+    close(near(x), near.fc2(written))
     assert 1e-5 < (near(x) - exact(x)).abs().max() < 1e-2

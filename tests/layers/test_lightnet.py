@@ -9,6 +9,8 @@ from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lightnet import KeySoftmax, LightNetConfig
 from lion.ops import linear_attention
 
+from . import helpers
+from .helpers import check_oracle, close, perturbed, refused, weights
 from .oracles import oracle
 
 DIM, HEADS = 12, 3
@@ -16,17 +18,13 @@ FORMS = (("full", None), ("chunk", 8), ("rnn", 1), ("rnn", 16))
 OWN = {"share": False}
 
 
-def make(direction: str = "both", spread: float = 0.3, **settings) -> LightNetAttention:
+def make(direction: str = "both", **settings) -> LightNetAttention:
     torch.manual_seed(0)
-    layer = LightNetAttention(DIM, HEADS, "lightnet", direction=direction, **settings).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(spread * torch.randn_like(parameter))
-    return layer.eval()
+    return perturbed(LightNetAttention(DIM, HEADS, "lightnet", direction=direction, **settings))
 
 
 def tokens(length: int, batch: int = 2) -> torch.Tensor:
-    return torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1)).double()
+    return helpers.tokens(length, DIM, batch)
 
 
 def test_settings_of_the_paper():
@@ -40,38 +38,13 @@ def test_settings_of_the_paper():
     assert sum(p.numel() for p in bare.parameters()) == 4 * 384**2 + 4 * 384
 
 
-def last_state(x: torch.Tensor, layer: LightNetAttention) -> torch.Tensor:
-    """Compute `softmax(K)^T V` (B, H, D, E)."""
-    _, k, v = layer.heads(x)
-    return k.softmax(2).mT @ v
-
-
-@torch.inference_mode()
-def test_the_last_token_of_one_direction_sees_what_both_see():
-    """Check that state and output of the last token (backward: of the first token) equal those of `both`."""
-    x, both, forward, backward = tokens(37), make(), make("forward"), make("backward")
-    want = both(x)
-    for form, size in FORMS:
-        for layer in (forward, backward):
-            set_form(layer, form, size)
-        torch.testing.assert_close(forward(x)[:, -1], want[:, -1], atol=1e-12, rtol=1e-10)
-        torch.testing.assert_close(backward(x)[:, 0], want[:, 0], atol=1e-12, rtol=1e-10)
-    states = [forward.prefill(x)[1]]
-    stepped = forward.initial_state(2)
-    for piece in x.split([1, 1, 20, 1, 14], 1):
-        stepped = forward.step(piece, stepped)[1]
-    for state in (*states, stepped):
-        torch.testing.assert_close(state.S, last_state(x, both), atol=1e-12, rtol=1e-10)
-        torch.testing.assert_close(state.decay[0], forward.heads(x)[1].logsumexp(2), atol=1e-12, rtol=1e-10)
-
-
 @torch.inference_mode()
 def test_without_positions_the_order_makes_no_difference_to_both():
     x, order = tokens(19), torch.randperm(19, generator=torch.Generator().manual_seed(2))
     both, forward = make(), make("forward")
     for form, size in FORMS:
         set_form(both, form, size)
-        torch.testing.assert_close(both(x[:, order]), both(x)[:, order], atol=1e-13, rtol=1e-11)
+        close(both(x[:, order]), both(x)[:, order], atol=1e-13, rtol=1e-11)
     assert (forward(x[:, order]) - forward(x)[:, order]).abs().max() > 1e-2
     turned = make(rotation="rope")
     assert (turned(x[:, order]) - turned(x)[:, order]).abs().max() > 1e-2
@@ -81,41 +54,10 @@ def test_without_positions_the_order_makes_no_difference_to_both():
 def test_a_decay_of_its_own(direction):
     """Check values and gradients of every form with a separate decay."""
     layer, x = make(direction, **OWN), tokens(30)
-    w = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
-    want = oracle("lightnet", w, x, HEADS, direction)
-    want.square().sum().backward()
-    for form, size in FORMS:
-        set_form(layer, form, size)
-        layer.zero_grad()
-        y = layer(x)
-        torch.testing.assert_close(y, want, atol=1e-10, rtol=1e-10)
-        y.square().sum().backward()
-        for name, parameter in layer.named_parameters():
-            assert w[name].grad.abs().max() > 1e-4, name
-            torch.testing.assert_close(parameter.grad, w[name].grad, atol=1e-9, rtol=1e-8, msg=lambda m, n=name: n + m)
+    check_oracle(layer, lambda w, x: oracle("lightnet", w, x, HEADS, direction), x, FORMS, 1e-10)
+    w = weights(layer)
     other = {**w, "decays.0.gate.0.weight": w["qkv.weight"][: len(w["decays.0.gate.0.weight"])]}
-    assert (want - oracle("lightnet", other, x, HEADS, direction)).any()
-
-
-@torch.inference_mode()
-def test_a_decay_of_its_own_streams():
-    layer, x = make("forward", **OWN), tokens(30)
-    valid = torch.ones(2, 21, dtype=torch.bool)
-    valid[0, :2], valid[1, 5:9] = False, False
-    x[:, :21][~valid] = torch.nan
-    start, state = layer.prefill(x[:, :21], Layout.of(x[:, :21], valid))
-    again, stepped = [], layer.initial_state(2)
-    assert len(stepped.decay) == 2
-    for piece, real in zip(x[:, :21].split([1, 8, 12], 1), valid.split([1, 8, 12], 1)):
-        y, stepped = layer.step(piece, stepped, real)
-        again.append(y)
-    torch.testing.assert_close(torch.cat(again, 1), start)
-    rest = [layer.step(x[:, 21:], s)[0] for s in (state, stepped)]
-    for row in range(2):
-        alone = torch.cat([x[row, :21][valid[row]], x[row, 21:]])[None]
-        want = layer(alone)[0]
-        torch.testing.assert_close(torch.cat([start[row][valid[row]], rest[0][row]]), want)
-        torch.testing.assert_close(rest[1][row], want[-9:])
+    assert (oracle("lightnet", w, x, HEADS, direction) - oracle("lightnet", other, x, HEADS, direction)).any()
 
 
 @pytest.mark.parametrize("settings", [{}, OWN])
@@ -134,12 +76,12 @@ def test_masks_of_one_direction(direction, settings):
         for row in range(2):
             for i in segments[row][segments[row] >= 0].unique():
                 own = segments[row] == i
-                torch.testing.assert_close(y[row, own], layer(x[row, own][None])[0], atol=1e-12, rtol=1e-9)
+                close(y[row, own], layer(x[row, own][None])[0], atol=1e-12, rtol=1e-9)
     if direction == "forward":
         for row, last in enumerate((7, 2)):
             own = segments[row] == last
             states = [layer.prefill(x[row, own][None])[1], layer.prefill(x, Layout.of(x, segments=segments))[1]]
-            torch.testing.assert_close(states[1].S[row], states[0].S[0])
+            close(states[1].S[row], states[0].S[0])
             assert all(torch.allclose(a[row], b[0]) for a, b in zip(states[1].decay, states[0].decay))
 
 
@@ -180,25 +122,7 @@ def test_long_streams_lose_nothing():
     want, _ = layer.prefill(x)
     layer = layer.float()
     set_form(layer, "chunk", 64)
-    torch.testing.assert_close(layer(x.float()).double(), want, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_gradients_by_sums_are_those_through_decays(direction, monkeypatch):
-    layer, x = make(direction), tokens(20)
-    grads, gating = [], KeySoftmax.gating
-    for by_sums in (True, False):
-        if not by_sums:
-
-            def without_sums(*given):
-                made = gating(*given)
-                return made._replace(gates=made.gates._replace(prefix=None))
-
-            monkeypatch.setattr(KeySoftmax, "gating", without_sums)
-        layer.zero_grad()
-        layer(x).square().sum().backward()
-        grads.append(layer.qkv.weight.grad.clone())
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
+    close(layer(x.float()).double(), want, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -218,7 +142,7 @@ def test_gradients_by_sums_are_no_less_exact(turned):
         return torch.autograd.grad(y.square().sum(), leaf)[0].double()
 
     want = gradient(torch.float64, False)
-    torch.testing.assert_close(gradient(torch.float64, True), want, atol=1e-11, rtol=1e-9)
+    close(gradient(torch.float64, True), want, atol=1e-11, rtol=1e-9)
     errors = [((gradient(torch.float32, by_sums) - want).norm() / want.norm()).item() for by_sums in (False, True)]
     assert 0 < errors[1] < 1.5 * errors[0] < 1.5e-5, errors
 
@@ -236,21 +160,19 @@ def test_what_does_not_go_together():
         ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
         ({"out_gate_rank": -1}, "out_gate_rank: expected at least 0, got -1"),
     ):
-        with pytest.raises(ValueError, match=words):
-            LightNetAttention(DIM, HEADS, "lightnet", **settings)
+        refused(words, LightNetAttention, DIM, HEADS, "lightnet", **settings)
     layer, x = make(), tokens(3)
     for call in (lambda: layer.prefill(x), lambda: layer.step(x, make("forward").initial_state(2))):
-        with pytest.raises(ValueError, match="only 'forward' streams, this layer has 'both'"):
-            call()
+        refused("only 'forward' streams, this layer has 'both'", call)
 
 
 def test_settings_of_any_attention_do():
     layer = make_mixer("lightnet", DIM, HEADS, AttentionConfig(direction="forward"))
     assert type(layer) is LightNetAttention and layer.config.share and layer.causal
     layer = make_mixer("lightnet", DIM, HEADS, LightNetConfig(direction="forward", share=False))
-    assert layer.decays[0].gate is not None
+    assert layer.decays[0].gate is not None and len(layer.initial_state(2).decay) == 2
     for wrong in ({"decay_convention": "source"}, {"normalize": "sum"}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))} .*: mixer 'lightnet' has normalised keys, use"):
-            make_mixer("lightnet", DIM, HEADS, direction="forward", **wrong)
+        message = f"{next(iter(wrong))} .*: mixer 'lightnet' has normalised keys, use"
+        refused(message, make_mixer, "lightnet", DIM, HEADS, direction="forward", **wrong)
     x = torch.randn(2, 7, DIM)
     assert layer(x, grid_layout(3, 2)).shape == x.shape

@@ -1,7 +1,6 @@
 """Mixers of `LINEAR` against their published recurrences (`oracles.py`): forms, directions, streaming, precision."""
 
-import functools
-import io
+import itertools
 
 import pytest
 import torch
@@ -14,15 +13,21 @@ from lion.layers.mixers.base import set_form
 from lion.layers.mixers.linear import LinearState
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
+from tests.ops.helpers import error
 
-from .oracles import ORACLES, Way, oracle, scan
+from . import helpers
+from .helpers import DIRECTIONS, check_oracle, perturbed, refused, saved, weights
+from .oracles import ORACLES, oracle
 
 DIM, HEADS = 12, 3
 FORMS = (("full", None), ("chunk", 16), ("chunk", 64), ("rnn", 1), ("rnn", 16))
 SMALL_FORMS = (("full", None), ("chunk", 16), ("rnn", 1), ("rnn", 16))
-DIRECTIONS = ("forward", "backward", "both")
 every_mixer = pytest.mark.parametrize("mixer", LINEAR)
-every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
+
+
+def with_each(name: str, values):
+    """Parametrize by the mixers, with one value each in turn."""
+    return pytest.mark.parametrize(f"mixer, {name}", list(zip(LINEAR, itertools.cycle(values))))
 
 
 def make(mixer: str, direction: str = "forward", spread: float = 0.3) -> LionAttention:
@@ -30,34 +35,14 @@ def make(mixer: str, direction: str = "forward", spread: float = 0.3) -> LionAtt
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        layer = LionAttention(DIM, HEADS, mixer, direction=direction).double()
+        layer = LionAttention(DIM, HEADS, mixer, direction=direction)
     finally:
         torch.set_default_dtype(torch.float32)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(spread * torch.randn_like(parameter))
-    return layer.eval()
+    return perturbed(layer, spread)
 
 
 def tokens(length: int, batch: int = 2, seed: int = 1) -> torch.Tensor:
-    """Make tokens whose values are float32 numbers, which float64 represents exactly."""
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, length, DIM, generator=rng).double()
-
-
-def weights(layer: LionAttention) -> dict[str, torch.Tensor]:
-    return {name: x.detach().double() for name, x in layer.state_dict().items()}
-
-
-@functools.cache
-def expected(mixer: str, direction: str, length: int) -> torch.Tensor:
-    return oracle(mixer, weights(make(mixer)), tokens(length), HEADS, direction)
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Compute the largest error over the largest value."""
-    assert got.shape == want.shape
-    return ((got.double() - want).abs().max() / want.abs().max()).item()
+    return helpers.tokens(length, DIM, batch, seed)
 
 
 def finite(*tensors: torch.Tensor | None) -> bool:
@@ -75,50 +60,28 @@ def test_every_entry_is_published_and_has_an_oracle():
 
 
 @every_mixer
-@every_direction
-@pytest.mark.parametrize("length", [1, 65, 197])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.whole
-def test_forms_are_the_published_recurrence(mixer, direction, length):
-    want, x = expected(mixer, direction, length), tokens(length)
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
-        layer = make(mixer, direction).to(dtype)
-        want = want if dtype == torch.float64 else oracle_of(layer, x, direction)
-        for form, size in FORMS:
-            set_form(layer, form, size)
-            with torch.inference_mode():
-                found = error(layer(x.to(dtype)), want)
-            assert found < tolerance, (form, size, dtype, found)
-
-
-def oracle_of(layer: LionAttention, x: torch.Tensor, direction: str) -> torch.Tensor:
-    name = next(name for name, entry in LINEAR.items() if entry is layer.mixer)
-    return oracle(name, weights(layer), x, HEADS, direction)
+def test_values_and_gradients_are_those_of_the_published_recurrence(mixer, direction):
+    layer = make(mixer, direction)
+    check_oracle(layer, lambda w, x: oracle(mixer, w, x, HEADS, direction), tokens(65), FORMS, 1e-10, 2e-5)
 
 
 @every_mixer
-@every_direction
-@pytest.mark.slow
-@pytest.mark.whole
-def test_gradients_are_those_of_the_published_recurrence(mixer, direction):
-    layer, x, length = make(mixer, direction), tokens(65), 65
-    projection = tokens(length, seed=2)
-    w = {name: p.requires_grad_() for name, p in weights(layer).items()} | {"x": x.clone().requires_grad_()}
-    (oracle(mixer, w, w["x"], HEADS, direction) * projection).sum().backward()
-    for form, size in FORMS:
-        set_form(layer, form, size)
-        layer.zero_grad()
-        given = x.clone().requires_grad_()
-        (layer(given) * projection).sum().backward()
-        for name, leaf in [*layer.named_parameters(), ("x", given)]:
-            assert w[name].grad.abs().max() > 1e-4, f"{name} does not matter"
-            found = error(leaf.grad, w[name].grad)
-            assert found < 1e-10, (form, size, name, found)
+@torch.inference_mode()
+def test_one_token_is_the_published_recurrence(mixer):
+    for direction in DIRECTIONS:
+        layer, x = make(mixer, direction), tokens(1)
+        want = oracle(mixer, weights(layer), x, HEADS, direction)
+        for form, size in FORMS:
+            set_form(layer, form, size)
+            assert error(layer(x), want) < 1e-10, (direction, form, size)
 
 
 @every_mixer
 def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
     """Check `backward` without the flips of `oracle`; rotations follow token positions, so they change direction."""
-    layer, x = make(mixer, "backward"), tokens(40)
+    layer, x = make(mixer, "backward"), tokens(20)
     forward, turn = make(mixer, "forward"), rotations_module.rope_frequencies
     with torch.no_grad():
         for name, parameter in forward.named_parameters():
@@ -127,21 +90,14 @@ def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rotations_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
         expected = forward(x.flip(1)).flip(1)
-    for form, size in SMALL_FORMS:
-        set_form(layer, form, size)
-        assert error(layer(x), expected) < 1e-12
+    assert error(layer(x), expected) < 1e-12
 
 
-def test_only_lion_s_meets_other_decays_in_both_directions_than_in_one():
-    """Check convention "source" (a decay belongs to the token being left), which matters only for varying decays."""
+def test_decay_conventions():
+    """Check "source" (a decay belongs to the token being left) of LION, and "between" of RWKV-6."""
     for mixer, entry in LINEAR.items():
-        w, x = weights(make(mixer)), tokens(20)
-        late, early = (scan(mixer, w, x, Way(HEADS, late)).numerator for late in (True, False))
-        assert torch.allclose(late, early, rtol=1e-12) == (not mixer.startswith("lion_s")), mixer
-        source = entry.decay_convention == "source"
-        assert source == mixer.startswith("lion_") and entry.causal_decay_convention == (
-            "between" if mixer == "rwkv6" else "target"
-        )
+        assert (entry.decay_convention == "source") == mixer.startswith("lion_"), mixer
+        assert entry.causal_decay_convention == ("between" if mixer == "rwkv6" else "target"), mixer
 
 
 def test_form_and_chunk_size_reach_the_operators(monkeypatch):
@@ -183,16 +139,17 @@ def parts_of(state: LinearState) -> list[torch.Tensor]:
 @every_mixer
 @torch.inference_mode()
 def test_streaming_is_the_forward_direction(mixer):
-    length = 65
-    x, want = tokens(length), expected(mixer, "forward", length)
-    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-5)):
-        layer = make(mixer).to(dtype)
-        want, given = (want if dtype == torch.float64 else oracle_of(layer, x, "forward")), x.to(dtype)
-        for pieces in ([1] * length, [3, 1, 20, 1, 40], [length]):
+    length = 40
+    x = tokens(length)
+    want = oracle(mixer, weights(make(mixer)), x, HEADS)
+    for layer, tolerance in ((make(mixer), 1e-10), (make(mixer).float(), 2e-5)):
+        given = x.to(layer.proj.weight.dtype)
+        layer.chunk_size = 16
+        for pieces in ([1] * length, [3, 1, 20, 1, 15], [length]):
             assert error(stream(layer, given, pieces)[0], want) < tolerance, pieces
-        for prompt in (1, 16, 37, 64):
+        for prompt in (1, 16, 37):
             start, state = layer.prefill(given[:, :prompt])
-            rest, _ = stream(layer, given[:, prompt:], [1] * (length - prompt), state)
+            rest, _ = stream(layer, given[:, prompt:], [1, length - prompt - 1], state)
             assert error(torch.cat([start, rest], 1), want) < tolerance, prompt
 
 
@@ -211,91 +168,82 @@ def test_a_stream_loses_nothing_with_its_position():
 
 @every_mixer
 @torch.inference_mode()
-def test_prefill_skips_padding_wherever_it_is(mixer):
-    prompts, width, after = (20, 9, 13, 1, 0), 20, 6
-    layer, x = make(mixer), tokens(width + after, batch=5)
+def test_streams_skip_padding_wherever_it_is(mixer):
+    """Check padding at no side, left, right and both, a row of padding alone, and padding between tokens."""
+    width, after = 14, 3
+    layer, x = make(mixer), tokens(width + after, batch=6)
     layer.chunk_size = 8
-    valid = torch.zeros(5, width, dtype=torch.bool)
-    valid[0], valid[1, 11:], valid[2, :13], valid[3, 7] = True, True, True, True  # pads none, left, right, both, all
+    valid = torch.ones(6, width, dtype=torch.bool)
+    valid[1, :9] = False
+    valid[2, 11:] = False
+    valid[3, :7] = False
+    valid[3, 8:] = False
+    valid[4] = False
+    valid[5, 1:5] = False
     x[:, :width][~valid] = torch.nan
-    start, state = layer.prefill(x[:, :width], Layout.of(x[:, :width], valid))
-    assert state.position.tolist() == list(prompts)
+    given = x[:, :width]
+    start, state = layer.prefill(given, Layout.of(given, valid))
+    assert state.position.tolist() == valid.sum(1).tolist()
     assert torch.equal(start[~valid], layer.proj.bias.expand(int((~valid).sum()), -1))  # 0 before the projection
-    rest, _ = stream(layer, x[:, width:], [1, 3, 2], state)
-    for row, kept in enumerate(valid):
-        alone = torch.cat([x[row, :width][kept], x[row, width:]])[None]
-        want = oracle(mixer, weights(layer), alone, HEADS)
-        assert error(torch.cat([start[row][kept], rest[row]])[None], want) < 1e-10, row
-
-
-@every_mixer
-@torch.inference_mode()
-def test_a_step_skips_padding_wherever_it_is(mixer):
-    layer, x = make(mixer), tokens(14, batch=3)
-    valid = torch.ones(3, 12, dtype=torch.bool)
-    valid[0, 1:5], valid[1, :4], valid[1, 9:], valid[2, 0], valid[2, 6:] = False, False, False, False, False
-    x[:, :12][~valid] = torch.nan
-    state, out = layer.initial_state(3), []
-    for piece, real in zip(x[:, :12].split([1, 3, 7, 1], 1), valid.split([1, 3, 7, 1], 1)):
-        y, state = layer.step(piece, state, real)
+    stepped, outputs = layer.initial_state(6), []
+    for piece, real in zip(given.split([1, 3, 7, 3], 1), valid.split([1, 3, 7, 3], 1)):
+        y, stepped = layer.step(piece, stepped, real)
         assert y.isfinite().all()
-        out.append(y)
-    y, state = layer.step(x[:, 12:], state)
-    out = torch.cat([*out, y], 1)
-    for row, kept in enumerate(valid):
-        kept = torch.cat([kept, torch.ones(2, dtype=torch.bool)])
-        want = oracle(mixer, weights(layer), x[row, kept][None], HEADS)
-        assert error(out[row, kept][None], want) < 1e-10, row
+        outputs.append(y)
+    for y, last in ((start, state), (torch.cat(outputs, 1), stepped)):
+        rest, _ = stream(layer, x[:, width:], [1, 2], last)
+        for row, kept in enumerate(valid):
+            alone = torch.cat([given[row, kept], x[row, width:]])[None]
+            want = oracle(mixer, weights(layer), alone, HEADS)
+            assert error(torch.cat([y[row, kept], rest[row]])[None], want) < 1e-10, row
 
 
 @every_mixer
 @torch.inference_mode()
 def test_a_saved_state_goes_on_bit_for_bit(mixer):
-    layer, x = make(mixer).float(), tokens(40).float()
-    for _, state in (layer.prefill(x[:, :21]), stream(layer, x[:, :21], [1] * 21)):
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        restored = torch.load(file, weights_only=True)
-        pieces = [1] * 10 + [9]
+    layer, x = make(mixer).float(), tokens(20).float()
+    for _, state in (layer.prefill(x[:, :11]), stream(layer, x[:, :11], [1] * 11)):
+        restored = saved(state)
         before = [part.clone() for part in parts_of(state)]
-        (y, end), (again, end_again) = (stream(layer, x[:, 21:], pieces, s) for s in (state, restored))
-        assert torch.equal(y, again) and all(map(torch.equal, parts_of(end), parts_of(end_again)))
+        y, end = stream(layer, x[:, 11:], [1, 1, 7], state)
+        again, end_again = stream(layer, x[:, 11:], [1, 1, 7], restored)
+        assert torch.equal(y, again)
+        assert all(map(torch.equal, parts_of(end), parts_of(end_again)))
         assert all(map(torch.equal, parts_of(state), before))  # a state is a value: a saved state can be used twice
 
 
 @every_mixer
 @torch.inference_mode()
 def test_a_state_does_not_grow(mixer):
-    layer, x = make(mixer).float(), tokens(60).float()
+    layer, x = make(mixer).float(), tokens(20).float()
     empty = layer.initial_state(2)
-    states = [empty, stream(layer, x[:, :1], [1])[1], stream(layer, x, [1] * 60)[1], stream(layer, x, [20, 40])[1]]
-    states += [layer.prefill(x)[1], layer.prefill(x, Layout.of(x, torch.ones(2, 60, dtype=torch.bool)))[1]]
+    states = [empty]
+    for pieces in ([1], [1] * 20, [5, 15]):
+        states.append(stream(layer, x[:, : sum(pieces)], pieces)[1])
+    for layout in (Layout(), Layout.of(x, torch.ones(2, 20, dtype=torch.bool))):
+        states.append(layer.prefill(x, layout)[1])
     for state in states:
         assert len(state.decay) == (1 if mixer in ("lightnet", "performer") else 0)
         for part, first in zip(parts_of(state), parts_of(empty), strict=True):
             assert (part.shape, part.dtype) == (first.shape, first.dtype)
             assert part.untyped_storage().nbytes() == part.nbytes  # not a view, which would keep the prompt in memory
     keys = layer.count if mixer == "performer" else DIM // HEADS
-    assert empty.S.shape == (2, HEADS, keys, DIM // HEADS) and not any(part.any() for part in empty[:3])
+    assert empty.S.shape == (2, HEADS, keys, DIM // HEADS)
+    assert not any(part.any() for part in empty[:3])
 
 
-@every_mixer
-@pytest.mark.parametrize("direction", ["backward", "both"])
+@with_each("direction", ["backward", "both"])
 def test_only_causal_layers_stream(mixer, direction):
     layer, x = make(mixer, direction), tokens(3)
     state = make(mixer).initial_state(2)
-    with pytest.raises(ValueError, match=f"only 'forward' streams, this layer has '{direction}'"):
-        layer.step(x, state)
-    with pytest.raises(ValueError, match=f"only 'forward' streams, this layer has '{direction}'"):
-        layer.prefill(x)
+    refused(f"only 'forward' streams, this layer has '{direction}'", layer.step, x, state)
+    refused(f"only 'forward' streams, this layer has '{direction}'", layer.prefill, x)
 
 
 # Directions of a model (Table 16)
 
 
 def test_alternating_blocks_go_forward_and_backward():
-    torch.manual_seed(0)
     attention = AttentionConfig(direction="alternating")
     encoder = Encoder(EncoderConfig("lion_s", DIM, depth=5, num_heads=HEADS, attention=attention)).double()
     found = [(b.attention.config.direction, b.attention.config.decay_convention) for b in encoder.blocks]
@@ -308,14 +256,11 @@ def test_alternating_blocks_go_forward_and_backward():
 
 
 def test_alternating_is_of_models():
-    with pytest.raises(ValueError, match="direction: 'alternating' is for a model"):
-        LionAttention(DIM, HEADS, direction="alternating")
+    refused("direction: 'alternating' is for a model", LionAttention, DIM, HEADS, direction="alternating")
 
 
-@every_mixer
-@pytest.mark.parametrize("direction", [*DIRECTIONS, "alternating"])
+@with_each("direction", ["alternating", *DIRECTIONS])
 def test_every_direction_of_blocks_trains(mixer, direction):
-    torch.manual_seed(0)
     config = ViTConfig(mixer, DIM, 2, HEADS, patch_size=2, attention=AttentionConfig(direction=direction))
     model = ViT(config, image_size=(6, 6), channels=1, num_classes=3)
     images, labels = torch.randn(4, 1, 6, 6), torch.tensor([0, 1, 2, 0])
@@ -331,19 +276,19 @@ def test_every_direction_of_blocks_trains(mixer, direction):
 # Precision
 
 
-@every_mixer
-@pytest.mark.parametrize("direction", ["forward", "both"])
-@pytest.mark.slow
+@with_each("direction", ["both", "both", "forward", "forward", "backward"])
 def test_extreme_inputs_stay_finite(mixer, direction):
+    layer = make(mixer, direction).float()
     for scale in (1e3, 1e-3, 0.0):
         for form, size in SMALL_FORMS:
-            layer = make(mixer, direction).float()
             set_form(layer, form, size)
-            x = (scale * tokens(70)).float().requires_grad_()
+            layer.zero_grad()
+            x = (scale * tokens(30)).float().requires_grad_()
             y = layer(x)
             y.sum().backward()
-            bad = [n for n, p in [*layer.named_parameters(), ("x", x)] if p.grad is None or not finite(p.grad)]
-            assert finite(y) and not bad, (scale, form, size, bad)
+            assert finite(y), (scale, form, size)
+            for name, leaf in [*layer.named_parameters(), ("x", x)]:
+                assert leaf.grad is not None and finite(leaf.grad), (scale, form, size, name)
 
 
 @pytest.mark.parametrize("logit", [-200.0, 200.0])  # keep everything, forget everything
@@ -357,10 +302,9 @@ def test_rwkv6_has_a_double_exponential_that_stays_finite(logit):
         assert finite(y, *(p.grad for p in layer.parameters())), (form, size)
 
 
-@every_mixer
-@every_direction
+@with_each("direction", ("forward", "backward", "both"))
 def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
-    layer, x = make(mixer, direction).float(), tokens(70).float()
+    layer, x = make(mixer, direction).float(), tokens(40).float()
     for form, size in SMALL_FORMS:
         set_form(layer, form, size)
         want = layer(x)
@@ -388,23 +332,22 @@ def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
 @every_mixer
 @torch.inference_mode()
 def test_states_are_float32_in_bf16(mixer):
-    layer, x = make(mixer).float(), tokens(40).float()
+    layer, x = make(mixer).float(), tokens(20).float()
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
-        start, state = layer.prefill(x[:, :21])
-        rest, end = stream(layer, x[:, 21:], [1] * 19, state)
-        alone, _ = stream(layer, x, [1] * 40)
+        start, state = layer.prefill(x[:, :11])
+        rest, end = stream(layer, x[:, 11:], [1] * 9, state)
+        alone, _ = stream(layer, x, [1] * 20)
     for got in (torch.cat([start, rest], 1), alone):
         assert got.dtype == torch.bfloat16 and error(got, want.double()) < 0.05
-    wide = layer.bfloat16().initial_state(2)
-    assert all(x.dtype == torch.float32 for s in (state, end, wide) for x in (s.S, s.z))
-    assert all(x.dtype.itemsize >= 4 for s in (state, end, wide) for x in s.decay)
+    for held in (state, end, layer.bfloat16().initial_state(2)):
+        assert held.S.dtype == held.z.dtype == torch.float32
+        assert all(part.dtype.itemsize >= 4 for part in held.decay)
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "fox", "lion_s", "gated_deltanet"])
 @torch.inference_mode()
 def test_a_stream_goes_on_in_another_dtype(mixer):
-    torch.manual_seed(0)
     layer, x = make_mixer(mixer, 32, 2, direction="forward"), torch.randn(2, 12, 32)
     want, (_, state) = layer(x), layer.prefill(x[:, :8])
     y, state = layer.bfloat16().step(x[:, 8:10].bfloat16(), state)
@@ -413,11 +356,11 @@ def test_a_stream_goes_on_in_another_dtype(mixer):
     assert (torch.cat([y.float(), rest], 1) - want[:, 8:]).abs().max() < 0.05 * want.abs().max()
 
 
-@pytest.mark.parametrize("mixer", LINEAR)
+@every_mixer
 @torch.inference_mode()
 def test_long_sequences_stay_near_float32_in_bf16(mixer):
     """Check long sequences, because bf16 cannot represent positions above 256."""
-    layer, x = make(mixer).bfloat16().float(), tokens(500, batch=1).bfloat16().float()  # equal weights in both dtypes
+    layer, x = make(mixer).bfloat16().float(), tokens(300, batch=1).bfloat16().float()  # equal weights in both dtypes
     set_form(layer, "chunk", 64)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):

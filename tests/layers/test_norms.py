@@ -11,6 +11,8 @@ from lion.layers.norms import BatchNorm, RMSNorm
 from tests.helpers import here, tiny_recipe
 from tests.processes import in_ranks
 
+from .helpers import close, doubles
+
 DIM = 6
 
 
@@ -23,27 +25,27 @@ def norm(**settings) -> BatchNorm:
 
 
 def test_without_padding_it_is_pytorchs():
-    own, x = norm(momentum=0.9), 3 * torch.randn(4, 10, DIM, dtype=torch.double) + 1
+    own, x = norm(momentum=0.9), 3 * doubles(4, 10, DIM) + 1
     other = nn.BatchNorm1d(DIM, momentum=0.1).double()
     other.load_state_dict(
         {"weight": own.weight, "bias": own.bias, "running_mean": own.mean, "running_var": own.var}, False
     )
     given, again = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, want = own(given), other(again.mT).mT
-    torch.testing.assert_close(y, want)
+    close(y, want)
     y.sin().sum().backward(), want.sin().sum().backward()
-    torch.testing.assert_close(given.grad, again.grad)
-    torch.testing.assert_close(own.weight.grad, other.weight.grad)
-    torch.testing.assert_close(own.mean, other.running_mean)
-    torch.testing.assert_close(own.var, 0.9 + 0.1 * x.flatten(0, 1).var(0, unbiased=False))  # as in S5
+    close(given.grad, again.grad)
+    close(own.weight.grad, other.weight.grad)
+    close(own.mean, other.running_mean)
+    close(own.var, 0.9 + 0.1 * x.flatten(0, 1).var(0, unbiased=False))  # as in S5
     own.eval(), other.eval()
     other.running_var.copy_(own.var)
-    torch.testing.assert_close(own(x), other(x.mT).mT)
+    close(own(x), other(x.mT).mT)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_counts_for_nothing(side):
-    lengths, x = (9, 4, 1), torch.randn(3, 9, DIM, dtype=torch.double)
+    lengths, x = (9, 4, 1), doubles(3, 9, DIM)
     valid = torch.arange(9) < torch.tensor(lengths)[:, None]
     valid = valid.flip(1) if side == "left" else valid
     alone, padded = norm(), norm()
@@ -55,29 +57,29 @@ def test_padding_counts_for_nothing(side):
         padded.zero_grad()
         fresh = norm()
         y = fresh(given, Layout.of(given, valid))
-        torch.testing.assert_close(y[valid][None], want)
+        close(y[valid][None], want)
         y[valid].sin().sum().backward()
-        torch.testing.assert_close(given.grad[valid][None], kept.grad)
+        close(given.grad[valid][None], kept.grad)
         assert (given.grad[~valid] == 0).all()
         for name in ("mean", "var"):
-            torch.testing.assert_close(getattr(fresh, name), getattr(alone, name))
+            close(getattr(fresh, name), getattr(alone, name))
 
 
 def test_evaluation_changes_nothing_and_reads_the_running_values():
-    own, x = norm(), torch.randn(2, 5, DIM, dtype=torch.double)
+    own, x = norm(), doubles(2, 5, DIM)
     own(x)
     own.eval()
     before = own.mean.clone(), own.var.clone()
     y = own(x, PLAIN)
     assert torch.equal(own.mean, before[0]) and torch.equal(own.var, before[1])
-    torch.testing.assert_close(y[:1], own(x[:1]))  # samples are independent
+    close(y[:1], own(x[:1]))  # samples are independent
 
 
 def test_statistics_are_float32_in_bf16():
     own, x = norm().float(), (torch.randn(8, 500, DIM) * 1e-2 + 5).bfloat16()
     y = own(x)
     assert y.dtype == torch.bfloat16 and own.mean.dtype == torch.float32
-    torch.testing.assert_close(own.mean, 0.1 * x.float().mean((0, 1)), atol=1e-4, rtol=1e-4)
+    close(own.mean, 0.1 * x.float().mean((0, 1)), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

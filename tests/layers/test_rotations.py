@@ -9,6 +9,8 @@ from lion.layers.optim_factors import optim_factors
 from lion.layers.rotations import ROTATIONS, LearnedLrpe, Lrpe, Rope
 from lion.ops import rope_frequencies, rotary_angles
 
+from .helpers import close, doubles, refused
+
 LRPE = [name for name, kind in ROTATIONS.items() if issubclass(kind, Lrpe)]
 CUBE = Layout(coords=torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).mT)  # patches of a volume
 X = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.double)
@@ -32,11 +34,11 @@ def angles_by_hand(coords: torch.Tensor, head_dim: int) -> torch.Tensor:
 def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
     x = torch.randn(2, layout.coords.shape[1], 2 * head_dim)
     got = Lrpe(2, head_dim)(x, layout)
-    torch.testing.assert_close(got, angles_by_hand(layout.coords, head_dim), rtol=0, atol=1e-12)
+    close(got, angles_by_hand(layout.coords, head_dim), 1e-12)
     assert not got[(layout.coords < 0).all(0)].any()
     axes = len(layout.coords)
     assert not got[:, head_dim // 2 // axes * axes :].any()
-    torch.testing.assert_close(LearnedLrpe(2, head_dim)(x, layout), got.expand(2, -1, -1))
+    close(LearnedLrpe(2, head_dim)(x, layout), got.expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5)])
@@ -46,7 +48,7 @@ def test_as_printed_the_pairs_are_numbered_over_all_axes(layout):
     got = ROTATIONS["lrpe_printed"](2, 12)(torch.randn(2, layout.coords.shape[1], 24), layout)
     for j in range(axes * each):
         want = layout.coords[j // each].clamp(min=0).double() * 10_000 ** (-2 * j / 12)
-        torch.testing.assert_close(got[:, j], want, rtol=0, atol=1e-12)
+        close(got[:, j], want, 1e-12)
 
 
 def test_in_text_it_is_rope_and_rope_is_as_it_was():
@@ -66,14 +68,13 @@ def test_in_text_it_is_rope_and_rope_is_as_it_was():
 @pytest.mark.parametrize("rotation", LRPE)
 def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
     """Check shifts along each of three axes; excluded are mixers with different decays in a pair (GLA)."""
-    torch.manual_seed(0)
     layer = make_mixer(mixer, 24, 2, AttentionConfig(rotation=rotation)).double().eval()
     if rotation == "lrpe_learned":
         torch.nn.init.normal_(layer.rotation.log_scale, std=0.3)
-    x = torch.randn(1, 24, 24, dtype=torch.double)
+    x = doubles(1, 24, 24)
     y = layer(x, CUBE)
     moved = layer(x, CUBE._replace(coords=CUBE.coords + torch.tensor([[3], [5], [7]])))
-    torch.testing.assert_close(y, moved, rtol=0, atol=1e-10)
+    close(y, moved, 1e-10)
     least = 1e-6 if rotation == "lrpe_printed" else 1e-4  # the last axis rotates slowly
     for axis in range(3):  # each axis must matter
         other = CUBE.coords.clone()
@@ -84,10 +85,8 @@ def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
 @pytest.mark.parametrize("rotation", LRPE)
 def test_row_sums_do_not_go_with_it(rotation):
     for mixer, normalize in (("lion_s", None), ("lion_s", "pre"), ("linear_transformer", None), ("xlstm", None)):
-        with pytest.raises(
-            ValueError, match=rf"rotation '{rotation}' does not go with row sums \(normalize '\w+'\); use"
-        ):
-            resolve_mixer(mixer, AttentionConfig(rotation=rotation, normalize=normalize))
+        message = rf"rotation '{rotation}' does not go with row sums \(normalize '\w+'\); use"
+        refused(message, resolve_mixer, mixer, AttentionConfig(rotation=rotation, normalize=normalize))
     assert resolve_mixer("lion_s", AttentionConfig(rotation=rotation, normalize="none")).rotation == rotation
     assert resolve_mixer("lion_s", AttentionConfig(rotation="rope")).normalize == "sum"
     for mixer in LINEAR:  # no mixer may have conflicting conventions
@@ -95,14 +94,12 @@ def test_row_sums_do_not_go_with_it(rotation):
 
 
 def test_more_axes_than_pairs():
-    with pytest.raises(ValueError, match="rotation: head dimension 4 has 2 pairs, the grid has 3 axes"):
-        Lrpe(3, 4)(X, CUBE)
-    with pytest.raises(ValueError, match="rotation needs pairs, got an odd head dimension 3"):
-        make_mixer(SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
+    refused("rotation: head dimension 4 has 2 pairs, the grid has 3 axes", Lrpe(3, 4), X, CUBE)
+    message = "rotation needs pairs, got an odd head dimension 3"
+    refused(message, make_mixer, SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
 
 
 def test_learned_angles_learn_and_are_not_decayed():
-    torch.manual_seed(0)
     layer = make_mixer("gla", 12, 3, AttentionConfig(rotation="lrpe_learned"))
     grid = grid_layout(2, 3)
     layer(X.float(), grid).square().sum().backward()

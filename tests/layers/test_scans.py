@@ -9,6 +9,8 @@ from lion.layers.mixers.base import set_form
 from lion.ops import SCAN_MERGES
 from tests.ops.helpers import oracle_mask
 
+from .helpers import close, doubles, refused
+
 SNAKES = ("row_snake", "column_snake")
 S = [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12]  # the 4 x 4 orders of the curves in the released code
 SR = [0, 4, 8, 12, 13, 9, 5, 1, 2, 6, 10, 14, 15, 11, 7, 3]
@@ -22,17 +24,16 @@ def test_orders_of_the_released_code():
 
 
 @pytest.mark.parametrize("name", SCANS)
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (2, 3), (7, 4), (14, 14)])
-@pytest.mark.parametrize("extra", [0, 1, 3])
-def test_every_order_visits_all_tokens_once(name, size, extra):
-    grid = grid_layout(*size, (name, name), extra)
-    order = grid.orders[0]
-    assert order.sort().values.tolist() == list(range(extra + size[0] * size[1]))
-    assert order[:extra].tolist() == list(range(extra))
-    assert grid.special.tolist() == [True] * extra + [False] * (size[0] * size[1])
-    if name != "row_major":  # a snake moves between neighbouring patches
-        places = grid.coords[:, order[extra:]]
-        assert all(step == 1 for step in (places[:, 1:] - places[:, :-1]).abs().sum(0).tolist())
+def test_every_order_visits_all_tokens_once(name):
+    for height, width, extra in ((1, 1, 1), (1, 5, 0), (5, 1, 1), (2, 3, 3), (7, 4, 0), (8, 8, 3)):
+        grid = grid_layout(height, width, (name, name), extra)
+        order, patches = grid.orders[0], height * width
+        assert order.sort().values.tolist() == list(range(extra + patches))
+        assert order[:extra].tolist() == list(range(extra))
+        assert grid.special.tolist() == [True] * extra + [False] * patches
+        if name != "row_major":  # a snake moves between neighbouring patches
+            places = grid.coords[:, order[extra:]]
+            assert (places.diff(dim=1).abs().sum(0) == 1).all()
 
 
 def layer_of(mixer: str, **settings) -> LionAttention:
@@ -78,7 +79,7 @@ def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
         layer_of(mixer, scan_merge=merge, direction=direction, decay_convention="source"),
         grid_layout(4, 5, SNAKES),
     )
-    x = torch.randn(2, 21, 12, dtype=torch.double)
+    x = doubles(2, 21, 12)
     with torch.no_grad():
         want = oracle(layer, x, grid, merge)
         for form, size in (("auto", 64), ("full", 64), ("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
@@ -90,42 +91,37 @@ def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
 @pytest.mark.parametrize("merge", SCAN_MERGES)
 def test_every_scan_learns_a_decay_of_its_own(mixer, merge):
     layer, grid = layer_of(mixer, scan_merge=merge), grid_layout(3, 3, SNAKES)
-    layer(torch.randn(2, 10, 12, dtype=torch.double), grid).square().sum().backward()
+    layer(doubles(2, 10, 12), grid).square().sum().backward()
     grads = [torch.cat([p.grad.flatten() for p in d.parameters()]) for d in layer.decays]
     assert all(g.abs().max() > 1e-8 for g in grads) and not torch.allclose(*grads)
 
 
 def test_one_scan_in_another_order():
-    torch.manual_seed(0)
     plain, snake = (LionAttention(12, 3, "lion_s", scans=s).double() for s in (("row_major",), ("row_snake",)))
     snake.load_state_dict(plain.state_dict())
-    grid, x = grid_layout(4, 4, ("row_snake",)), torch.randn(2, 17, 12, dtype=torch.double)
+    grid, x = grid_layout(4, 4, ("row_snake",)), doubles(2, 17, 12)
     order = grid.orders[0]
-    torch.testing.assert_close(snake(x, grid)[:, order], plain(x[:, order], grid_layout(4, 4)))
+    close(snake(x, grid)[:, order], plain(x[:, order], grid_layout(4, 4)))
 
 
-@pytest.mark.parametrize("mixer", [m for m in (SOFTMAX, *LINEAR) if m not in ("lion_d", "lion_s", "lion_s_vector")])
-def test_other_mixers_have_one_scan(mixer):
-    with pytest.raises(ValueError, match=f"scans: not available with mixer '{mixer}'"):
-        resolve_mixer(mixer, AttentionConfig(scans=SNAKES))
+def test_other_mixers_have_one_scan():
+    for mixer in (SOFTMAX, *LINEAR):
+        if mixer not in ("lion_d", "lion_s", "lion_s_vector"):
+            refused(f"scans: not available with mixer '{mixer}'", resolve_mixer, mixer, AttentionConfig(scans=SNAKES))
 
 
 def test_bad_scans():
-    with pytest.raises(ValueError, match="scans: unknown scan 'snake', did you mean 'row_snake'"):
-        resolve_mixer("lion_s", AttentionConfig(scans=("snake",)))
-    with pytest.raises(ValueError, match="scans: expected at least one"):
-        resolve_mixer("lion_s", AttentionConfig(scans=()))
-    with pytest.raises(ValueError, match="scans: unknown scan 'snake', did you mean 'row_snake'"):
-        grid_layout(3, 3, ("snake",))
-    with pytest.raises(ValueError, match="scans: expected 'row_major' with 2 patches before the special tokens"):
-        grid_layout(3, 3, SNAKES, before=2)
-    layer, x = layer_of("lion_s"), torch.randn(1, 10, 12, dtype=torch.double)
-    for grid in (Layout(), grid_layout(3, 3), grid_layout(3, 3, ("row_snake",))):
-        with pytest.raises(ValueError, match="layout: scans row_snake, column_snake need the orders"):
-            layer(x, grid)
-    with pytest.raises(ValueError, match="segments: several scans"):
-        layer(x, grid_layout(3, 3, SNAKES).masked(x, segments=torch.zeros(1, 10, dtype=torch.long)))
-    causal = layer_of("lion_s", direction="forward")
-    for stream in (lambda: causal.prefill(x), lambda: causal.step(x, causal.initial_state(1))):
-        with pytest.raises(ValueError, match="scans: a stream has one order"):
-            stream()
+    layer, x = layer_of("lion_s"), doubles(1, 10, 12)
+    causal, unordered = layer_of("lion_s", direction="forward"), "layout: scans row_snake, column_snake need the orders"
+    packed = grid_layout(3, 3, SNAKES).masked(x, segments=torch.zeros(1, 10, dtype=torch.long))
+    unknown, stream = "scans: unknown scan 'snake', did you mean 'row_snake'", "scans: a stream has one order"
+    refused(unknown, resolve_mixer, "lion_s", AttentionConfig(scans=("snake",)))
+    refused("scans: expected at least one", resolve_mixer, "lion_s", AttentionConfig(scans=()))
+    refused(unknown, grid_layout, 3, 3, ("snake",))
+    refused("expected 'row_major' with 2 patches before the special", grid_layout, 3, 3, SNAKES, before=2)
+    refused(unordered, layer, x, Layout())
+    refused(unordered, layer, x, grid_layout(3, 3))
+    refused(unordered, layer, x, grid_layout(3, 3, ("row_snake",)))
+    refused("segments: several scans", layer, x, packed)
+    refused(stream, causal.prefill, x)
+    refused(stream, causal.step, x, causal.initial_state(1))

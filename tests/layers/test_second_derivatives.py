@@ -5,6 +5,8 @@ import torch
 
 from lion.layers.mixers import MIXERS, make_mixer
 
+from .helpers import doubles
+
 REFUSED = (
     r"no second derivatives|derivative for aten::_scaled_dot_product|Trying to backward through lion.selective_scan"
 )
@@ -24,14 +26,13 @@ def test_second_derivatives(mixer, form, direction):
 
     `torch.autograd.grad` with inputs is what misses the mark of `once_differentiable`.
     """
-    torch.manual_seed(0)
     config = MIXERS[mixer].layer.Config(direction=direction, chunk_size=4)
     layer = make_mixer(mixer, 8, 2, config).double()
     if form in layer.forms:
         layer.form = form
     for parameter in layer.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    x, along, weights = torch.randn(3, 1, 9, 8, dtype=torch.float64)
+    x, along, weights = doubles(3, 1, 9, 8)
 
     def gradient(x, **how):
         x = x if how else x.detach().requires_grad_()

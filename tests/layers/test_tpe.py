@@ -8,7 +8,8 @@ import torch
 from lion.layers.layout import Layout, grid_layout
 from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import CHUNK, TPE
-from tests.layers.test_attention import PACKED, PADDED, check_padding
+
+from .helpers import MASKS, check_padding, close, refused
 
 
 def tpe(dim=3, states=4, grid=None) -> TPE:
@@ -49,7 +50,7 @@ def check(module, x, got, want) -> None:
         found = torch.autograd.grad((y * tokens(*y.shape)).sum(), [leaf, *module.parameters()])
         grads.append([y, *found])
     for a, b in zip(*grads):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+        close(a, b, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 9])
@@ -74,19 +75,19 @@ def test_tokens_of_a_grid_in_any_order_with_cls_and_holes():
     module, layout, x = tpe(grid=(3, 4)), grid_layout(3, 4, special=2), tokens(2, 14, 3)
     whole = module(x, layout)
     assert torch.equal(whole[:, :2], x[:, :2])
-    torch.testing.assert_close(whole[:, 2:], flat(module, x[:, 2:], (3, 4)))
+    close(whole[:, 2:], flat(module, x[:, 2:], (3, 4)))
     order = torch.randperm(14, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(module(x[:, order], Layout(coords=layout.coords[:, order])), whole[:, order])
+    close(module(x[:, order], Layout(coords=layout.coords[:, order])), whole[:, order])
     valid = torch.ones(2, 14, dtype=torch.bool)
     valid[:, 5::3] = False
     kept, empty = valid[0], x.masked_fill(~valid[..., None], 0)
     want = flat(module, empty[:, 2:], (3, 4))[:, kept[2:]]
     bad = x.masked_fill(~valid[..., None], torch.nan)
-    torch.testing.assert_close(module(bad, layout.masked(x, valid))[:, kept][:, 2:], want)
-    torch.testing.assert_close(module(x[:, kept], Layout(coords=layout.coords[:, kept]))[:, 2:], want)
+    close(module(bad, layout.masked(x, valid))[:, kept][:, 2:], want)
+    close(module(x[:, kept], Layout(coords=layout.coords[:, kept]))[:, 2:], want)
 
 
-@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
+@pytest.mark.parametrize("valid, segments", MASKS)
 def test_padding_and_segments_are_as_if_alone(valid, segments):
     module = tpe(dim=12)
     gives = [lambda x: module(x, Layout.of(x, valid, segments))]
@@ -109,35 +110,16 @@ def test_segments_over_chunks_and_what_goes_on_from_the_last():
     module, x, new, segments = tpe(), tokens(3, 230, 3), tokens(3, 5, 3), ragged(230)
     layout = Layout.of(x, segments=segments)
     y, state = module.prefill(x, layout)
-    torch.testing.assert_close(module(x, layout), y)
+    close(module(x, layout), y)
     later, _ = module.step(new, state)
     for row in range(2):
         for i in segments[row].unique().tolist():
             kept = segments[row] == i
             if i >= 0:
-                torch.testing.assert_close(y[row, kept], oracle(module, x[row, kept][None])[0])
+                close(y[row, kept], oracle(module, x[row, kept][None])[0])
         alone = oracle(module, torch.cat([x[row, kept], new[row]])[None])  # `kept` of the last segment
-        torch.testing.assert_close(later[row], alone[0, -5:])
-    torch.testing.assert_close(state[2], torch.zeros_like(state[2]))
-
-
-@torch.inference_mode()
-def test_it_streams_token_by_token_and_in_ragged_pieces():
-    module, x = tpe(), tokens(2, 150, 3)
-    whole, state = module(x), module.initial_state(2)
-    assert state.shape == (2, 3, 4) and state.dtype == torch.double
-    start, after = module.prefill(x[:, :90])
-    torch.testing.assert_close(start, whole[:, :90])
-    for begin in range(90):
-        y, state = module.step(x[:, begin : begin + 1], state)
-    torch.testing.assert_close(state, after)
-    valid = torch.tensor([[True, False, True, True], [False, False, True, False]])
-    y, state = module.step(x[:, 90:94], state, valid=valid)
-    for row in range(2):
-        kept = x[row, 90:94][valid[row]]
-        torch.testing.assert_close(y[row, valid[row]], oracle(module, torch.cat([x[row, :90], kept])[None])[0, 90:])
-    again, _ = module.step(x[:, 94:], state)
-    torch.testing.assert_close(again[0, -1], oracle(module, torch.cat([x[0, :91], x[0, 92:]])[None])[0, -1])
+        close(later[row], alone[0, -5:])
+    close(state[2], torch.zeros_like(state[2]))
 
 
 def test_what_comes_in_comes_through_at_the_start():
@@ -154,7 +136,7 @@ def test_a_step_of_one_size_changes_no_more_where_much_is_remembered():
     """Check that the gradient of a weight is that of a running average, whatever the memory of the state."""
     module, x = TPE(8, 64).double(), torch.ones(1, 4000, 8).double()
     module(x)[:, -1].sum().backward()
-    torch.testing.assert_close(module.weight.grad, torch.ones(1, 8, 64).double(), atol=0.03, rtol=0)
+    close(module.weight.grad, torch.ones(1, 8, 64).double(), 0.03)
 
 
 def test_parameters_of_the_paper():
@@ -175,7 +157,7 @@ def test_long_and_extreme_sums_stay_finite():
     assert y.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters())
     lam = torch.sigmoid(module.decay.double())
     want = (module.weight[0] * (1 - lam[0] ** 5000)).sum(-1)  # lambda near 0: full weight; lambda near 1: weight near 0
-    torch.testing.assert_close(y[0, -1].double(), want, rtol=1e-4, atol=0)
+    close(y[0, -1].double(), want, rtol=1e-4, atol=0)
 
 
 def test_sums_are_float32_beside_narrow_tokens():
@@ -183,38 +165,30 @@ def test_sums_are_float32_beside_narrow_tokens():
     with torch.autocast("cpu", torch.bfloat16):
         y, state = module.prefill(x)
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
-    torch.testing.assert_close(y, module(x.float()).bfloat16(), rtol=0, atol=0)
+    close(y, module(x.float()).bfloat16(), 0)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda c: None, r"a grid of 2 x 3 needs coords \(2, 7\), got None"),
-        (lambda c: c[:1], r"a grid of 2 x 3 needs coords \(2, 7\), got \(1, 7\)"),
-        (lambda c: c[:, 1:], r"needs coords \(2, 7\), got \(2, 6\)"),
-        (lambda c: c + (c == 2), r"coords \(0, 3\) do not fit a grid of 2 x 3: outside"),
-        (lambda c: c.where(c != 1, -1), r"coords \(0, -1\) do not fit a grid of 2 x 3: outside"),
-        (lambda c: c.where(c != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens at one position"),
-    ],
-)
-def test_coordinates_that_do_not_fit(change, said):
-    layout = grid_layout(2, 3)
-    with pytest.raises(ValueError, match=said):
-        tpe(grid=(2, 3))(tokens(1, 7, 3), layout._replace(coords=change(layout.coords)))
+def test_coordinates_that_do_not_fit():
+    coords, x = grid_layout(2, 3).coords, tokens(1, 7, 3)
+    for changed, message in (
+        (None, r"a grid of 2 x 3 needs coords \(2, 7\), got None"),
+        (coords[:1], r"a grid of 2 x 3 needs coords \(2, 7\), got \(1, 7\)"),
+        (coords[:, 1:], r"needs coords \(2, 7\), got \(2, 6\)"),
+        (coords + (coords == 2), r"coords \(0, 3\) do not fit a grid of 2 x 3: outside"),
+        (coords.where(coords != 1, -1), r"coords \(0, -1\) do not fit a grid of 2 x 3: outside"),
+        (coords.where(coords != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens at one position"),
+    ):
+        refused(message, tpe(grid=(2, 3)), x, Layout(coords=changed))
 
 
-def test_coordinates_without_a_grid():
-    with pytest.raises(ValueError, match="tpe: these tokens have coordinates on a grid"):
-        tpe()(tokens(1, 7, 3), grid_layout(2, 3))
-
-
-def test_a_grid_has_no_segments_and_no_stream():
+def test_what_is_wrong_is_named():
     module, x = tpe(grid=(2, 3)), tokens(1, 7, 3)
-    with pytest.raises(ValueError, match="segments: a grid has one sample per row"):
-        module(x, grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long)))
-    for call in (lambda: module.prefill(x), lambda: module.step(x, module.initial_state(1))):
-        with pytest.raises(ValueError, match="tpe: a grid is processed as a whole"):
-            call()
+    packed = grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long))
+    refused("tpe: these tokens have coordinates on a grid", tpe(), x, grid_layout(2, 3))
+    refused("segments: a grid has one sample per row", module, x, packed)
+    refused("tpe: a grid is processed as a whole", module.prefill, x)
+    refused("tpe: a grid is processed as a whole", module.step, x, module.initial_state(1))
+    refused(r"x: expected tokens \(B, L >= 1, dim\), got shape \(2, 0, 4\)", TPE(4, 4), torch.zeros(2, 0, 4))
 
 
 def test_packed_sequences_without_data():
@@ -222,8 +196,3 @@ def test_packed_sequences_without_data():
     segments = torch.zeros(2, 2 * CHUNK, dtype=torch.long, device="meta")
     x = torch.empty(2, 2 * CHUNK, 3, device="meta")
     assert TPE(3, 4).to("meta")(x, Layout.of(x, segments=segments)).shape == x.shape
-
-
-def test_no_tokens_are_refused():
-    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L >= 1, dim\), got shape \(2, 0, 4\)"):
-        TPE(4, 4)(torch.zeros(2, 0, 4))

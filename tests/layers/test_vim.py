@@ -1,7 +1,6 @@
 """Vim: its published recurrence in every form and direction, padding, packing, streams and extreme decays."""
 
 import copy
-import io
 import math
 
 import pytest
@@ -12,33 +11,24 @@ from lion.layers.mixers import VIM, VimMixer, make_mixer, resolve_mixer
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import set_form
 from lion.trainer.optim import factors
-from tests.layers.test_attention import PACKED, PADDED, check_padding
+from tests.ops.helpers import pairwise
+
+from . import helpers
+from .helpers import DIRECTIONS, MASKS, check_oracle, check_padding, perturbed, refused
+from .oracle_parts import silu
 
 DIM, STATE = 18, 3  # rank 2
-DIRECTIONS = ("both", "forward", "backward")
 FORMS = (("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 4))
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def layer(direction="both", **settings):
     torch.manual_seed(0)
-    made = VimMixer(DIM, 3, direction=direction, **{"state": STATE, **settings}).double().eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return made
+    return perturbed(VimMixer(DIM, 3, direction=direction, **{"state": STATE, **settings}))
 
 
-def tokens(length, batch=2, seed=1):
-    return torch.randn(batch, length, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def weights(made):
-    return {name: p.detach().clone().requires_grad_() for name, p in made.named_parameters()}
-
-
-def silu(x):
-    return x / (1 + torch.exp(-x))
+def tokens(length, seed=1):
+    return helpers.tokens(length, DIM, seed=seed)
 
 
 def oracle(w, x, direction):
@@ -74,80 +64,17 @@ def close(got, want, tolerance=1e-11):
 @every_direction
 @pytest.mark.parametrize("length", [1, 3, 21])
 def test_values_and_gradients_are_those_of_the_published_recurrence(direction, length):
-    made, x = layer(direction), tokens(length)
-    w, given = weights(made), x.clone().requires_grad_()
-    want = torch.stack([oracle(w, row, direction) for row in given])
-    projection = tokens(length, seed=2)
-    (want * projection).sum().backward()
-    for form, size in FORMS:
-        set_form(made, form, size)
-        made.zero_grad()
-        own = x.clone().requires_grad_()
-        got = made(own)
-        close(got, want)
-        with torch.no_grad():
-            close(made(x), want)
-        (got * projection).sum().backward()
-        close(own.grad, given.grad)
-        for name, p in made.named_parameters():
-            close(p.grad, w[name].grad)
-            assert length < 3 or w[name].grad.abs().max() > 1e-4, f"{name} does not matter"
-        close(copy.deepcopy(made).float()(x.float()), want, 5e-5)
+    def of_rows(w, x):
+        return torch.stack([oracle(w, row, direction) for row in x])
+
+    check_oracle(layer(direction), of_rows, tokens(length), FORMS, 1e-11, 5e-5)
 
 
-@every_direction
-@pytest.mark.parametrize("size", [1, 3, 64])
-@pytest.mark.parametrize("valid, segments", [(PADDED, None), (None, PACKED), (PADDED, PACKED)])
-def test_padding_and_packing_are_separate_rows(direction, size, valid, segments):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("direction, size, masks", pairwise(DIRECTIONS, (1, 3, 64), range(3)))
+def test_padding_and_packing_are_separate_rows(direction, size, masks):
     made = VimMixer(12, 3, direction=direction, state=4).double()
     set_form(made, "chunk", size)
-    check_padding(made, valid, segments)
-
-
-@torch.no_grad()
-def test_steps_are_the_whole_sequence():
-    made, x = layer("forward"), tokens(20)
-    whole = made(x)
-    for pieces in ([1] * 20, [3, 1, 9, 7], [20]):
-        state, out = made.initial_state(2), []
-        for piece in x.split(pieces, 1):
-            y, state = made.step(piece, state)
-            out.append(y)
-        close(torch.cat(out, 1), whole)
-    for prompt in (1, 7, 16):
-        y, state = made.prefill(x[:, :prompt])
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        rest, _ = made.step(x[:, prompt:], torch.load(file, weights_only=True))
-        close(torch.cat([y, rest], 1), whole)
-        for part, first in zip(state, made.initial_state(2), strict=True):
-            assert part.shape == first.shape and part.dtype == first.dtype
-
-
-@torch.no_grad()
-def test_a_stream_skips_padding_and_continues_the_last_segment():
-    made, x = layer("forward"), tokens(14, batch=3)
-    valid = torch.ones(3, 10, dtype=torch.bool)
-    valid[0, 2:5], valid[1, :4], valid[1, 8:], valid[2] = False, False, False, False
-    x[:, :10][~valid] = torch.nan
-    prefilled = made.prefill(x[:, :10], Layout.of(x[:, :10], valid))
-    state, out = made.initial_state(3), []
-    for begin, end in ((0, 3), (3, 4), (4, 10)):
-        y, state = made.step(x[:, begin:end], state, valid[:, begin:end])
-        out.append(y)
-    segments = torch.tensor([[0] * 5 + [1] * 5, [0] * 2 + [1] * 7 + [-1], [0] * 10])
-    _, packed = made.prefill(x[:, :10].nan_to_num(), Layout.of(x[:, :10], segments=segments))
-    for y, last in (prefilled, (torch.cat(out, 1), state)):
-        rest, _ = made.step(x[:, 10:], last)
-        for row, kept in enumerate(valid):
-            alone = made(torch.cat([x[row, :10][kept], x[row, 10:]])[None])[0]
-            close(torch.cat([y[row][kept], rest[row]]), alone)
-    rest, _ = made.step(x[:, 10:], packed)
-    for row, first, last in ((0, 5, 10), (1, 2, 9)):
-        alone = made(torch.cat([x[row, first:last].nan_to_num(), x[row, 10:]])[None])[0, last - first :]
-        close(rest[row], alone)
+    check_padding(made, *MASKS[masks])
 
 
 @every_direction
@@ -201,9 +128,9 @@ def test_rates_beyond_the_range_of_float32_forget_everything(direction):
 @pytest.mark.compiled
 def test_compiled_values_and_gradients_are_those_of_the_eager_layer():
     """Check the compiled steps inside a graph, with a last step that is filled up, segments and padding."""
-    made, x = layer(chunk_size=2).float(), tokens(7).float()
-    segments = torch.tensor([[0] * 3 + [1] * 4, [0] * 2 + [-1] * 2 + [1] * 3])
-    layout, projection = Layout.of(x, segments=segments), tokens(7, seed=2).float()
+    made, x = layer("backward", chunk_size=2).float(), tokens(3).float()
+    segments = torch.tensor([[0, 1, 1], [0, -1, 1]])
+    layout, projection = Layout.of(x, segments=segments), tokens(3, seed=2).float()
 
     def results(run):
         made.zero_grad()
@@ -211,14 +138,12 @@ def test_compiled_values_and_gradients_are_those_of_the_eager_layer():
         (y * projection).sum().backward()
         return [y, *(p.grad.clone() for p in made.parameters())]
 
-    for got, want in zip(
-        results(torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)), results(made)
-    ):
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True, dynamic=False)
+    for got, want in zip(results(compiled), results(made)):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
 
 
 def test_the_start_is_the_published_one():
-    torch.manual_seed(0)
     made = VimMixer(192, 3)
     for side in made.sides:
         torch.testing.assert_close(-side.rates(torch.float32), torch.arange(1.0, 17).expand(384, 16))
@@ -232,19 +157,15 @@ def test_the_start_is_the_published_one():
 
 
 def test_settings_of_other_mixers_are_refused():
-    for settings in ({"feature_map": "elu1"}, {"scans": ("row_snake",)}, {"score_dropout": 0.1}, {"rotation": "rope"}):
-        with pytest.raises(
-            ValueError, match="not available with mixer 'vim', which has expand, state, block, conv_width, direction"
-        ):
-            VimMixer(DIM, 3, **settings)
-    with pytest.raises(ValueError, match="form 'full' is not available with mixer 'vim', which has chunk, rnn"):
-        VimMixer(DIM, 3, form="full")
-    with pytest.raises(ValueError, match="form: VimMixer has only chunk, rnn, got 'full'"):
-        set_form(VimMixer(DIM, 3), "full")
-    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L >= 1, 18\), got shape \(2, 18\)"):
-        VimMixer(DIM, 3)(torch.randn(2, 18))
-    with pytest.raises(ValueError, match=r"x: expected tokens \(B, L >= 1, 18\), got shape \(2, 0, 18\)"):
-        VimMixer(DIM, 3)(torch.randn(2, 0, 18))
-    with pytest.raises(ValueError, match="only 'forward' streams, this layer has 'both'"):
-        VimMixer(DIM, 3).prefill(torch.randn(2, 3, 18))
+    other = "not available with mixer 'vim', which has expand, state, block, conv_width, direction"
+    made, shape = VimMixer(DIM, 3), r"x: expected tokens \(B, L >= 1, 18\), got shape "
+    refused(other, VimMixer, DIM, 3, feature_map="elu1")
+    refused(other, VimMixer, DIM, 3, scans=("row_snake",))
+    refused(other, VimMixer, DIM, 3, score_dropout=0.1)
+    refused(other, VimMixer, DIM, 3, rotation="rope")
+    refused("form 'full' is not available with mixer 'vim', which has chunk, rnn", VimMixer, DIM, 3, form="full")
+    refused("form: VimMixer has only chunk, rnn, got 'full'", set_form, made, "full")
+    refused(shape + r"\(2, 18\)", made, torch.randn(2, 18))
+    refused(shape + r"\(2, 0, 18\)", made, torch.randn(2, 0, 18))
+    refused("only 'forward' streams, this layer has 'both'", made.prefill, torch.randn(2, 3, 18))
     assert make_mixer(VIM, DIM, 3, AttentionConfig()).config == resolve_mixer(VIM, VimMixer.Config())

@@ -10,6 +10,7 @@ from lion.layers.positions import ScaledSinusoidal
 from lion.models.bert import Bert, BertConfig
 from lion.runs import count_parameters
 from lion.trainer.optim import factors
+from tests.layers.helpers import close, refused
 
 SHAPE = {"block": "pre_norm", "mlp": "glu_gelu", "mlp_ratio": 2, "bias": False, "head_transform": False}
 SHAPE |= {"position_kind": "scaled_sinusoidal"}
@@ -58,7 +59,7 @@ def test_it_is_what_the_paper_says():
         if value.dim() == 1:
             value += 0.3 * torch.randn_like(value)
     tokens = torch.randint(VOCABULARY, (2, 9))
-    torch.testing.assert_close(model(tokens), by_hand(weights, tokens), rtol=0, atol=1e-10)
+    close(model(tokens), by_hand(weights, tokens), 1e-10)
 
 
 def test_nothing_but_norms_has_a_bias_and_weight_decay_spares_what_it_should():
@@ -84,10 +85,9 @@ def test_positions_begin_anew_with_each_document():
     model = crammed(init_std=0.3).double().eval()
     tokens = torch.randint(VOCABULARY, (1, 9))
     packed = model(tokens, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 1, -1]]))
-    torch.testing.assert_close(packed[:, 1:5], model(tokens[:, 1:5]), rtol=0, atol=1e-10)
-    torch.testing.assert_close(packed[:, 5:8], model(tokens[:, 5:8]), rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="33 in one row, this model has only 32 position embeddings"):
-        model(torch.zeros(1, 33, dtype=torch.long))
+    close(packed[:, 1:5], model(tokens[:, 1:5]), 1e-10)
+    close(packed[:, 5:8], model(tokens[:, 5:8]), 1e-10)
+    refused("33 in one row, this model has only 32 position embeddings", model, torch.zeros(1, 33, dtype=torch.long))
 
 
 def test_waves_of_half_precision_are_those_of_float32_rounded():
@@ -95,7 +95,7 @@ def test_waves_of_half_precision_are_those_of_float32_rounded():
     places = torch.arange(512)[None]
     expected, got = model(places), model.bfloat16()(places)
     assert got.dtype == torch.bfloat16
-    torch.testing.assert_close(got.float(), expected, rtol=0.01, atol=0)
+    close(got.float(), expected, rtol=0.01, atol=0)
 
 
 def test_waves_of_an_odd_width_end_with_a_sine():

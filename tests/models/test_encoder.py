@@ -1,24 +1,23 @@
 """Tests of encoders: a causal encoder streams as a whole, and all blocks share one layout."""
 
-import io
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
-from lion.config import ConfigError, build, setting
+from lion.config import build, setting
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import PreNorm
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers import LINEAR, MIXERS, NONE, SOFTMAX, AttentionConfig, LionAttention
+from lion.layers.mixers import MIXERS, NONE, SOFTMAX, AttentionConfig, LionAttention
 from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.registry import Entry
 from lion.layers.norms import NORMS
 from lion.layers.rotations import Rope
-from lion.models.base import Model
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
+from tests.layers.helpers import close, doubles, refused, saved
 
 CAUSAL = AttentionConfig(direction="forward")
 
@@ -29,56 +28,35 @@ def encoder(mixer, attention=CAUSAL, depth=3):
     return Encoder(config.resolved()).double().eval()
 
 
-def saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 ROTATED = AttentionConfig(direction="forward", rotation="rope")
 
 
-@pytest.mark.parametrize(
-    ("mixer", "attention"),
-    [*((m, CAUSAL) for m in (SOFTMAX, NONE, *LINEAR)), (SOFTMAX, ROTATED), ("gla", ROTATED), ("lion_s", ROTATED)],
-)
+STREAMED = [(mixer, CAUSAL) for mixer in (SOFTMAX, NONE, "lion_s", "retnet", "lightnet", "deltanet", "rwkv7")]
+STREAMED += [(mixer, ROTATED) for mixer in (SOFTMAX, "gla", "lion_s")]
+
+
+@pytest.mark.parametrize(("mixer", "attention"), STREAMED)  # every mixer streams in GPT
 @torch.inference_mode()
 def test_a_causal_encoder_streams(mixer, attention):
-    model, x = encoder(mixer, attention), torch.randn(2, 24, 12, dtype=torch.double)
+    model, x = encoder(mixer, attention, depth=2), doubles(2, 24, 12)
     assert model.causal
     whole = model(x)
     start, state = model.prefill(x[:, :10])
-    torch.testing.assert_close(start, whole[:, :10], rtol=0, atol=1e-10)
+    close(start, whole[:, :10], 1e-10)
     for first, states in ((10, saved(state)), (0, model.initial_state(2))):
-        for begin in range(first, 24, 4):  # one token, then three at once
-            for piece in (slice(begin, begin + 1), slice(begin + 1, min(begin + 4, 24))):
-                if x[:, piece].shape[1]:
-                    y, states = model.step(x[:, piece], states)
-                    torch.testing.assert_close(y, whole[:, piece], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(("mixer", "attention"), [*((m, CAUSAL) for m in (SOFTMAX, *LINEAR)), (SOFTMAX, ROTATED)])
-@torch.inference_mode()
-def test_ragged_prompts_go_on_as_they_would_alone(mixer, attention):
-    model, x = encoder(mixer, attention), torch.randn(3, 12, 12, dtype=torch.double)
-    valid = torch.ones(3, 12, dtype=torch.bool)
-    valid[0, 7:], valid[1, :4], valid[2, 5] = False, False, False
-    new = torch.randn(3, 2, 12, dtype=torch.double)
-    y, _ = model.step(new, model.prefill(x, Layout.of(x, valid))[1])
-    for row in range(3):
-        alone = model(torch.cat([x[row, valid[row]], new[row]])[None])[:, -2:]
-        torch.testing.assert_close(y[row : row + 1], alone, rtol=0, atol=1e-10)
+        for begin, end in ((first, first + 1), (first + 1, first + 4), (first + 4, 24)):
+            y, states = model.step(x[:, begin:end], states)
+            close(y, whole[:, begin:end], 1e-10)
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "retnet", "deltanet"])
 @torch.inference_mode()
 def test_of_several_segments_the_last_goes_on(mixer):
-    model, x, new = encoder(mixer), torch.randn(1, 9, 12, dtype=torch.double), torch.randn(1, 2, 12, dtype=torch.double)
+    model, x, new = encoder(mixer), doubles(1, 9, 12), doubles(1, 2, 12)
     segments = torch.tensor([[0, 0, 0, 1, 1, -1, 1, 1, -1]])
     y, _ = model.step(new, model.prefill(x, Layout.of(x, segments=segments))[1])
     alone = model(torch.cat([x[:, segments[0] == 1], new], 1))[:, -2:]
-    torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
+    close(y, alone, 1e-10)
 
 
 def test_labels_name_tpe_and_rotation():
@@ -105,34 +83,20 @@ def test_a_mixer_may_bring_its_own_tpe(monkeypatch):
     assert config.label() == "lion_lit" and config.with_mixer("lion_d").resolved().tpe == 0
 
 
-@torch.inference_mode()
-def test_only_softmax_grows():
-    x = torch.randn(1, 40, 12, dtype=torch.double)
-
-    def size(state):
-        return sum(part.nbytes for layer in state for part in layer if torch.is_tensor(part))
-
-    for mixer, grows in ((SOFTMAX, True), ("lion_s", False)):
-        model = encoder(mixer)
-        assert (size(model.prefill(x)[1]) > size(model.prefill(x[:, :20])[1])) == grows
-
-
 def test_what_sees_later_tokens_does_not_stream():
     for mixer in (SOFTMAX, "lion_s"):
         model = encoder(mixer, AttentionConfig())
         assert not model.causal
-        with pytest.raises(ValueError, match="only 'forward' streams"):
-            model.prefill(torch.randn(1, 4, 12, dtype=torch.double))
+        refused("only 'forward' streams", model.prefill, doubles(1, 4, 12))
     vit = ViT(ViTConfig("lion_s", 12, 1, 3, patch_size=2), image_size=(4, 4), channels=1, num_classes=2)
     assert not vit.streams
-    with pytest.raises(ValueError, match="ViT does not stream"):
-        vit.prefill(torch.zeros(1, 1, 4, 4))
+    refused("ViT does not stream", vit.prefill, torch.zeros(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
 def test_the_layout_is_made_once(mixer, monkeypatch):
     """Check that no block computes again which tokens may see which."""
-    model, x = encoder(mixer, AttentionConfig()), torch.randn(2, 6, 12, dtype=torch.double)
+    model, x = encoder(mixer, AttentionConfig()), doubles(2, 6, 12)
     layout = Layout.of(x, torch.ones(2, 6, dtype=torch.bool), torch.tensor([[0, 0, 1, 1, 1, 2]] * 2))
     seen = []
     for block in model.blocks:
@@ -145,17 +109,17 @@ def test_the_layout_is_made_once(mixer, monkeypatch):
 def test_angles_are_made_once(monkeypatch):
     calls, rope = [], Rope.forward
     monkeypatch.setattr(Rope, "forward", lambda self, *args: calls.append(self) or rope(self, *args))
-    encoder("retnet")(torch.randn(2, 6, 12, dtype=torch.double))
+    encoder("retnet")(doubles(2, 6, 12))
     assert len(calls) == 1
 
 
 def test_what_may_be_read_depends_on_the_direction():
     """Check that a layout prepared for other directions shows a causal layer no later tokens."""
-    x = torch.randn(1, 6, 12, dtype=torch.double)
+    x = doubles(1, 6, 12)
     valid = torch.ones(1, 6, dtype=torch.bool)
     prepared = Layout.of(x, valid).with_pairs("both").with_pairs("backward")
     layer = encoder(SOFTMAX).blocks[0].attention
-    torch.testing.assert_close(layer(x, prepared), layer(x))
+    close(layer(x, prepared), layer(x))
 
 
 class CountingNorm(nn.Module):
@@ -173,9 +137,9 @@ def test_norms_see_the_layout(monkeypatch):
     config = EncoderConfig("lion_lit", 12, 2, 3)
     config.norm = "counting"
     model = Encoder(config.resolved()).double().eval()
-    x = torch.randn(2, 6, 12, dtype=torch.double)
+    x = doubles(2, 6, 12)
     valid = torch.tensor([[True] * 4 + [False] * 2] * 2)
-    torch.testing.assert_close(model(x, Layout.of(x, valid))[:, :4], model(x[:, :4]))
+    close(model(x, Layout.of(x, valid))[:, :4], model(x[:, :4]))
 
 
 class Shifted(PreNorm):
@@ -190,13 +154,13 @@ def test_a_context_reaches_every_block(monkeypatch):
     config = EncoderConfig("lion_s", 12, 2, 3, attention=CAUSAL)
     config.block = "shifted"
     torch.manual_seed(0)
-    model, x = Encoder(config.resolved()).double().eval(), torch.randn(1, 6, 12, dtype=torch.double)
-    context = torch.randn(12, dtype=torch.double)
+    model, x = Encoder(config.resolved()).double().eval(), doubles(1, 6, 12)
+    context = doubles(12)
     whole = model(x, context=context)
     assert (whole - model(x)).abs().max() > 1e-3
     y, state = model.prefill(x[:, :4], context=context)
     rest, _ = model.step(x[:, 4:], state, context=context)
-    torch.testing.assert_close(torch.cat([y, rest], 1), whole)
+    close(torch.cat([y, rest], 1), whole)
 
 
 class Wide(LionAttention):
@@ -232,49 +196,11 @@ def test_a_mixer_may_have_settings_of_its_own(monkeypatch):
     values = {"mixer": "wide", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"reach": 5}}
     config = build(OfWide, values, source=str)
     assert config.attention.reach == 5 and config.resolved().attention.feature_map == "silu_shifted"
-    with pytest.raises(ConfigError, match=r"attention\.reach: expected at least 1"):
-        build(OfWide, {**values, "attention": {"reach": 0}}, source=str)
-    with pytest.raises(ConfigError, match=r"unknown key .model\.attention\.reach|unknown key .attention\.reach"):
-        build(OfWide, {**values, "mixer": "lion_s"}, source=str)
+    refused(r"attention\.reach: expected at least 1", build, OfWide, {**values, "attention": {"reach": 0}}, source=str)
+    message = r"unknown key .model\.attention\.reach|unknown key .attention\.reach"
+    refused(message, build, OfWide, {**values, "mixer": "lion_s"}, source=str)
 
 
-class Tagger(Model):
-    """The smallest model that streams: an encoder and a head with logits per token."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.encoder, self.head = Encoder(config.resolved()), nn.Linear(config.dim, 5)
-
-    def units(self):
-        return list(self.encoder.blocks)
-
-    def forward(self, x):
-        return self.head(self.encoder(x))
-
-    @property
-    def streams(self):
-        return self.encoder.causal
-
-    def initial_state(self, batch):
-        return self.encoder.initial_state(batch)
-
-    def prefill(self, x, valid=None):
-        x, state = self.encoder.prefill(x, Layout.of(x, valid))
-        return self.head(x), state
-
-    def step(self, x, state):
-        x, state = self.encoder.step(x, state)
-        return self.head(x), state
-
-
-@torch.inference_mode()
-def test_a_causal_model_streams_as_a_whole():
-    torch.manual_seed(0)
-    model = Tagger(EncoderConfig("lion_s", 12, 2, 3, attention=CAUSAL)).double().eval()
-    x = torch.randn(1, 8, 12, dtype=torch.double)
-    assert model.streams
-    y, state = model.prefill(x[:, :5])
-    rest, _ = model.step(x[:, 5:], saved(state))
-    torch.testing.assert_close(torch.cat([y, rest], 1), model(x), rtol=0, atol=1e-10)
-    with pytest.raises(ValueError, match="state: expected 2 states of blocks, got 1"):
-        model.encoder.step(x, state[:1])
+def test_a_stream_has_one_state_for_each_block():
+    model, x = encoder("lion_s"), doubles(1, 8, 12)
+    refused("state: expected 3 states of blocks, got 1", model.step, x, model.prefill(x)[1][:1])

@@ -1,6 +1,5 @@
 """Tests of GPT: published shapes and initialisation, causality, segments, and streaming as a whole."""
 
-import io
 import math
 
 import pytest
@@ -12,8 +11,9 @@ from lion.layers.mixers.softmax import reserve
 from lion.layers.norms import NORMS
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
 from lion.runs import count_parameters
+from tests.layers.helpers import close, refused, saved
 
-TOKENS = 11
+TOKENS, SIZES, SNAKES = 11, ("lion_s", 12, 1, 3), ("row_snake", "column_snake")
 # every mixer, and two mixers after MD-TPE
 STREAMS = pytest.mark.parametrize(("mixer", "tpe"), [*((m, None) for m in MIXERS), (SOFTMAX, 3), ("lion_s", 3)])
 
@@ -44,7 +44,6 @@ def test_gates_keep_their_biases():
 
 
 def test_what_writes_into_the_residual_stream_starts_smaller():
-    torch.manual_seed(0)
     model = GPT(GPTConfig("lion_s", 256, 3, 4), vocabulary=500, length=100)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -87,7 +86,7 @@ def test_it_is_gpt2_written_out():
         hidden = F.gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1"))
         x = x + linear(hidden, f"{block}.mlp.fc2")
     expected = norm(x, "encoder.norm") @ w["tokens.weight"].T
-    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-9)
+    close(model(tokens), expected, 1e-9)
 
 
 @STREAMS
@@ -97,7 +96,7 @@ def test_no_token_sees_a_later_one(mixer, tpe):
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % TOKENS
     a, b = model(tokens), model(changed)
-    torch.testing.assert_close(a[:, :7], b[:, :7], rtol=0, atol=1e-12)
+    close(a[:, :7], b[:, :7], 1e-12)
     assert (a[:, 7] - b[:, 7]).abs().min() > 0
 
 
@@ -110,99 +109,66 @@ def test_no_norm_shows_later_tokens_in_training(norm, place):
         return {"norm": name} if place == "norm" else {"attention": CausalAttentionConfig(out_norm=name)}
 
     if getattr(NORMS[norm], "over_tokens", False):
-        with pytest.raises(ValueError, match=f"{place}: '{norm}' .* later tokens; use 'layernorm' or 'rmsnorm'"):
-            gpt("lion_s", **settings(norm))
+        refused(f"{place}: '{norm}' .* later tokens; use 'layernorm' or 'rmsnorm'", gpt, "lion_s", **settings(norm))
         return
     model, tokens = gpt("lion_s", **settings(norm)).train(), ids(2, 12)
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % TOKENS
-    torch.testing.assert_close(model(tokens)[:, :7], model(changed)[:, :7], rtol=0, atol=1e-12)
+    close(model(tokens)[:, :7], model(changed)[:, :7], 1e-12)
 
 
 def test_a_layer_with_a_norm_over_tokens_does_not_stream():
     layer = make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward", out_norm="batchnorm"))
     assert not layer.causal and make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward")).causal
-    with pytest.raises(ValueError, match="out_norm: 'batchnorm'"):
-        layer.prefill(torch.randn(1, 3, 12))
-
-
-def saved(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    refused("out_norm: 'batchnorm'", layer.prefill, torch.randn(1, 3, 12))
 
 
 @STREAMS
 @torch.inference_mode()
-def test_it_streams_as_a_whole_from_ragged_prompts(mixer, tpe):
-    model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 10), torch.tensor([10, 4, 7])
+def test_ragged_prompts_go_on_as_if_alone(mixer, tpe):
+    """Check prompts that are read at once and in pieces, then one token and three at once."""
+    model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 10), [10, 4, 7]
     assert model.streams
-    valid = torch.arange(10) < lengths[:, None]
-    logits, state = model.prefill(tokens, valid)
-    assert state.position.tolist() == lengths.tolist()
-    rows = [tokens[i : i + 1, :n] for i, n in enumerate(lengths)]
-    for i, n in enumerate(lengths):
-        torch.testing.assert_close(logits[i : i + 1, :n], model(rows[i]), rtol=0, atol=1e-10)
-    for count in (1, 3):  # one token, then three at once
-        new = ids(3, count, seed=count)
-        rows = [torch.cat([row, new[i : i + 1]], 1) for i, row in enumerate(rows)]
-        logits, state = model.step(new, saved(state))
-        for i, row in enumerate(rows):
-            torch.testing.assert_close(logits[i : i + 1], model(row)[:, -count:], rtol=0, atol=1e-10)
-
-
-@STREAMS
-@torch.inference_mode()
-def test_ragged_prompts_are_read_in_pieces(mixer, tpe):
-    model, tokens, lengths = gpt(mixer, tpe=tpe), ids(3, 12), torch.tensor([12, 4, 7])
-    valid = torch.arange(12) < lengths[:, None]
+    valid = torch.arange(10) < torch.tensor(lengths)[:, None]
+    at_once, prefilled = model.prefill(tokens, valid)
     state = reserve(model.initial_state(3), 9)  # later the cache grows
     pieces = []
-    for piece, real in zip(tokens.split(5, 1), valid.split(5, 1)):
+    for piece, real in zip(tokens.split(4, 1), valid.split(4, 1)):
         logits, state = model.step(piece, state, real)
         pieces.append(logits)
-    assert state.position.tolist() == lengths.tolist()
-    logits = torch.cat(pieces, 1)
-    last, _ = model.step(tokens[:, :1], state)
-    for i, n in enumerate(lengths):
-        row = torch.cat([tokens[i : i + 1, :n], tokens[i : i + 1, :1]], 1)
-        both = torch.cat([logits[i : i + 1, :n], last[i : i + 1]], 1)
-        torch.testing.assert_close(both, model(row), rtol=0, atol=1e-10)
+    for logits, after in ((at_once, prefilled), (torch.cat(pieces, 1), state)):
+        assert after.position.tolist() == lengths
+        new = ids(3, 4, seed=1)
+        one, after = model.step(new[:, :1], saved(after))
+        three, _ = model.step(new[:, 1:], after)
+        for row, length in enumerate(lengths):
+            alone = model(torch.cat([tokens[row, :length], new[row]])[None])[0]
+            found = torch.cat([logits[row, :length], one[row], three[row]])
+            close(found, alone, 1e-10)
 
 
 @torch.inference_mode()
 def test_a_cache_with_room_is_written_in_place():
     model, tokens = gpt(), ids(2, 8)
     _, start = model.prefill(tokens[:, :5])
-    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
-        reserve(start, -1)
     roomy = reserve(start, 2)
     first, state = model.step(tokens[:, 5:7], roomy)
     assert state.blocks[0].k.data_ptr() == roomy.blocks[0].k.data_ptr()
     second, state = model.step(tokens[:, 7:], state)  # the cache is full
     assert state.blocks[0].k.data_ptr() != roomy.blocks[0].k.data_ptr()
-    torch.testing.assert_close(torch.cat([first, second], 1), model(tokens)[:, 5:], rtol=0, atol=1e-10)
+    close(torch.cat([first, second], 1), model(tokens)[:, 5:], 1e-10)
     again, _ = model.step(tokens[:, 5:7], start)  # without room a step copies the state
-    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    close(again, first, 0)
 
 
-@torch.inference_mode()
-def test_a_stream_without_a_prompt():
-    for mixer in (SOFTMAX, "lion_s"):
-        model, tokens = gpt(mixer), ids(2, 3)
-        logits, _ = model.step(tokens, model.initial_state(2))
-        torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-10)
-
-
-@STREAMS
+@pytest.mark.parametrize(("mixer", "tpe"), [(SOFTMAX, None), ("lion_s", 3), ("lightnet", None), ("deltanet", None)])
 @torch.inference_mode()
 def test_segments_are_read_as_if_alone(mixer, tpe):
     model, tokens = gpt(mixer, tpe=tpe), ids(1, 12)
     segments = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3])
     packed = model(tokens, segments)
     for part in (slice(0, 5), slice(5, 9)):
-        torch.testing.assert_close(packed[:, part], model(tokens[:, part]), rtol=0, atol=1e-10)
+        close(packed[:, part], model(tokens[:, part]), 1e-10)
 
 
 def test_the_head_is_the_embedding():
@@ -210,33 +176,26 @@ def test_the_head_is_the_embedding():
     logits = model(ids(1, 4))
     assert model.tokens.weight.shape == (16, 12) and logits.shape == (1, 4, TOKENS)
     x = model.encoder(model.tokens(ids(1, 4)) + model.positions.weight[:4])
-    torch.testing.assert_close(logits, F.linear(x, model.tokens.weight)[..., :TOKENS])
+    close(logits, F.linear(x, model.tokens.weight)[..., :TOKENS])
     F.cross_entropy(logits.flatten(0, 1), ids(4)).backward()
     assert model.tokens.weight.grad[:TOKENS].abs().sum(1).all() and not model.tokens.weight.grad[TOKENS:].any()
-
-
-def test_a_sequence_beyond_the_positions():
-    with pytest.raises(ValueError, match="tokens: 25 in one row, this model has only 24 position embeddings"):
-        gpt()(ids(1, 25))
-    with pytest.raises(ValueError, match="tokens: 25 in one row"):
-        gpt().prefill(ids(1, 25))
-    assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
 
 
 def test_a_shorter_model_takes_the_first_positions():
     long, short = gpt(), gpt(length=8)
     short.load_state_dict(short.adapt(long.state_dict(), long))
-    torch.testing.assert_close(short(ids(1, 8)), long(ids(1, 8)))
+    close(short(ids(1, 8)), long(ids(1, 8)))
 
 
-def test_settings_that_are_none():
-    with pytest.raises(ValueError, match=r"attention.*'both' is not a choice"):
-        GPTConfig(SOFTMAX, 12, 1, 3, attention=CausalAttentionConfig(direction="both"))
-    with pytest.raises(ValueError, match=r"attention.scans: text has one order"):
-        GPTConfig("lion_s", 12, 1, 3, attention=CausalAttentionConfig(scans=("row_snake", "column_snake")))
-    for wrong in (dict(vocabulary=0), dict(length=0)):
-        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: expected at least 1, got 0$"):
-            GPT(GPTConfig("lion_s", 12, 1, 3), **dict(vocabulary=3, length=4) | wrong)
+def test_what_is_wrong_is_named():
+    refused("tokens: 25 in one row, this model has only 24 position embeddings", gpt(), ids(1, 25))
+    refused("tokens: 25 in one row", gpt().prefill, ids(1, 25))
+    refused(r"attention.*'both' is not a choice", gpt, attention=CausalAttentionConfig(direction="both"))
+    refused(r"attention.scans: text has one order", gpt, "lion_s", attention=CausalAttentionConfig(scans=SNAKES))
+    refused("^vocabulary: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=0, length=4)
+    refused("^length: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=3, length=0)
+    refused("count: expected at least 0, got -1", reserve, gpt().initial_state(2), -1)
+    assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
 
 
 def test_another_mixer_is_causal_too_and_a_label_says_what_is_unusual():

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from lion.layers.mixers.lightnet import LightNetConfig
 from lion.layers.mixers.state_space import StateSpaceConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
+from tests.layers.helpers import close, doubles, refused
 
 
 def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settings):
@@ -38,14 +41,14 @@ def test_conventions_follow_the_mixer():
 
 
 SNAKES = {"scans": ("row_snake", "column_snake")}
+WITH_CLS = ("lion_d", "lion_s", "lion_s_vector", "lion_s_hippo", "retnet", "lightnet", "deltanet")
 MULTISCAN = [(m, {**SNAKES, "scan_merge": merge}) for m in ("lion_d", "lion_s") for merge in SCAN_MERGES]
 
 
-@pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in LINEAR), *MULTISCAN])
+@pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in WITH_CLS), *MULTISCAN])
 def test_forms_agree(mixer, attention):
-    torch.manual_seed(0)
     model = vit(mixer, (20, 14), attention=AttentionConfig(**attention)).double().eval()
-    images = torch.randn(2, 3, 20, 14, dtype=torch.double)
+    images = doubles(2, 3, 20, 14)
     with torch.inference_mode():
         expected = model(images)
         for form, size in (("chunk", 16), ("rnn", 1), ("rnn", 16)):
@@ -59,26 +62,19 @@ def test_readout_of_cls_sees_the_patches():
     assert not torch.allclose(model(images), model(-images))
 
 
-@pytest.mark.parametrize(
-    ("mixer", "direction", "depth"), [(SOFTMAX, "forward", 2), ("lion_s", "forward", 2), ("lion_s", "alternating", 1)]
-)
-def test_cls_is_not_read_where_it_sees_no_patch(mixer, direction, depth):
-    attention = AttentionConfig(direction=direction)
-    assert ViTConfig(mixer, 12, depth, 3, attention=attention).resolved().readout == "mean"
-    with pytest.raises(
-        ValueError, match="readout 'cls' sees no patch, because cls is first and all layers go forward; use 'mean'"
-    ):
-        ViTConfig(mixer, 12, depth, 3, attention=attention, readout="cls")
+def test_cls_is_not_read_where_it_sees_no_patch():
+    for mixer, direction, depth in ((SOFTMAX, "forward", 2), ("lion_s", "forward", 2), ("lion_s", "alternating", 1)):
+        attention = AttentionConfig(direction=direction)
+        assert ViTConfig(mixer, 12, depth, 3, attention=attention).resolved().readout == "mean"
+        message = "readout 'cls' sees no patch, because cls is first and all layers go for"
+        refused(message, ViTConfig, mixer, 12, depth, 3, attention=attention, readout="cls")
     again = AttentionConfig(direction="alternating")
     assert ViTConfig("lion_s", 12, 2, 3, attention=again, readout="cls").readout == "cls"
 
 
 def test_drop_path_rises_over_the_layers():
-    config = ViTConfig("lion_s", 12, 5, 3, drop_path=0.2)
-    rates = [
-        b.drop_path.rate.item() for b in ViT(config, image_size=(16, 16), channels=1, num_classes=2).encoder.blocks
-    ]
-    assert rates == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
+    blocks = vit(depth=5, drop_path=0.2).encoder.blocks
+    assert [block.drop_path.rate.item() for block in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2])
 
 
 def test_places_are_buffers_that_no_checkpoint_holds():
@@ -107,12 +103,7 @@ def test_places_of_patches_without_a_position_embedding(mixer):
         assert (model(patches) - model(turned)).abs().max() > 1e-4
     torch.manual_seed(0)
     blind = vit(SOFTMAX, (4, 6), cls=False, init_std=0.5, **bare).eval()
-    torch.testing.assert_close(blind(patches), blind(turned))
-
-
-def test_what_has_no_cls_does_not_read_it():
-    with pytest.raises(ValueError, match="readout 'cls' needs the cls token; use 'mean'"):
-        ViTConfig(SOFTMAX, 12, 1, 3, cls=False, readout="cls")
+    close(blind(patches), blind(turned))
 
 
 def test_tpe_learns_on_images_of_any_size():
@@ -133,14 +124,12 @@ def test_images_go_in_as_they_are():
     with torch.inference_mode():
         logits = model(pixels)
         assert model.normalise(pixels).dtype == torch.float32
-        torch.testing.assert_close(model.normalise(pixels), by_hand)
+        close(model.normalise(pixels), by_hand)
         assert torch.equal(logits, model(model.normalise(pixels)))  # floating-point images count as normalised
-        torch.testing.assert_close(logits, model(by_hand))
+        close(logits, model(by_hand))
         for dtype in (torch.double, torch.bfloat16):
             assert model.to(dtype)(pixels).dtype == dtype
-            torch.testing.assert_close(
-                model(pixels).float(), logits, rtol=0, atol=2e-6 if dtype == torch.double else 0.05
-            )
+            close(model(pixels).float(), logits, 2e-6 if dtype == torch.double else 0.05)
 
 
 def test_properties_of_the_data_are_not_in_the_weights():
@@ -151,35 +140,36 @@ def test_properties_of_the_data_are_not_in_the_weights():
     model.load_state_dict(plain.state_dict())
     assert model.mean.flatten().tolist() == pytest.approx(KNOWN["mean"])
     assert vit(known={"mean": [0.5]}).mean.shape == (3, 1, 1)  # one for all
-    with pytest.raises(ValueError, match=r"std: expected one number per channel, 3, got \[0.2, 0.3\]"):
-        vit(known={"std": [0.2, 0.3]})
 
 
-@pytest.mark.parametrize(
-    "images",
-    [
-        torch.zeros(2, 1, 8, 8, dtype=torch.uint8),
-        torch.zeros(2, 3, 8, 10),
-        torch.zeros(3, 8, 8, dtype=torch.uint8),
-        torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
-        torch.zeros(2, 3, 8, 8, dtype=torch.long),
-    ],
-)
-def test_other_images_are_refused(images):
-    got = rf"got \({', '.join(map(str, images.shape))}\), {str(images.dtype)[6:]}"
-    with pytest.raises(ValueError, match=rf"expected \(B, 3, 8, 8\), uint8 or normalised floating point, {got}"):
-        vit()(images)
-
-
-def test_patches_must_fit():
-    with pytest.raises(ValueError, match=r"model\.patch_size: 3 does not divide image height 8, nearest: 2"):
-        vit(patch_size=3)
-    with pytest.raises(
-        ValueError, match=r"12 does not divide image height 50, nearest: 2, or \[10, 12\] \(height, width"
+def test_other_images_are_refused():
+    for shape, dtype in (
+        ((2, 1, 8, 8), "uint8"),
+        ((2, 3, 8, 10), "float32"),
+        ((3, 8, 8), "uint8"),
+        ((2, 8, 8, 3), "uint8"),
+        ((2, 3, 8, 8), "int64"),
     ):
-        vit(size=(50, 96), patch_size=12)
-    with pytest.raises(ValueError, match="num_heads 5 does not divide dim 12, nearest: 4"):
-        ViTConfig("lion_s", 12, 1, 5)
+        got = re.escape(f"expected (B, 3, 8, 8), uint8 or normalised floating point, got {shape}, {dtype}")
+        refused(got, vit(), torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+
+def test_what_does_not_fit_is_refused():
+    middle = "cls_place 'middle' needs the cls token, one scan, and no distillation"
+    for message, settings in (
+        (r"model\.patch_size: 3 does not divide image height 8, nearest: 2", {"patch_size": 3}),
+        (
+            r"12 does not divide image height 50, nearest: 2, or \[10, 12\] \(height, width",
+            {"size": (50, 96), "patch_size": 12},
+        ),
+        ("num_heads 5 does not divide dim 12, nearest: 4", {"num_heads": 5}),
+        ("readout 'cls' needs the cls token; use 'mean'", {"mixer": SOFTMAX, "cls": False, "readout": "cls"}),
+        (middle, {"mixer": "vim", "cls_place": "middle", "cls": False}),
+        (middle, {"mixer": "vim", "cls_place": "middle", "distilled": True}),
+        (middle, {"cls_place": "middle", "attention": AttentionConfig(**SNAKES)}),
+        (r"std: expected one number per channel, 3, got \[0.2, 0.3\]", {"known": {"std": [0.2, 0.3]}}),
+    ):
+        refused(message, vit, **settings)
 
 
 def test_positions_are_interpolated_to_another_grid():
@@ -208,7 +198,6 @@ def test_positions_are_interpolated_to_as_many_patches_of_another_grid():
 
 def test_nothing_is_interpolated_without_need():
     a, b = vit("lion_lit", (8, 12)), vit("lion_s", (16, 10))
-    assert a.adapt(a.state_dict(), a)["position"] is not None
     assert torch.equal(a.adapt(a.state_dict(), a)["position"], a.position)
     assert "position" not in a.adapt(b.state_dict(), b)  # one of the models has no position embedding
     assert torch.equal(b.adapt(a.state_dict(), a)["position"], a.position)
@@ -229,24 +218,23 @@ def test_positions_reach_a_model_with_or_without_cls(cls):
 def test_positions_of_cls_reach_a_distilled_model():
     source, target = (vit(position_embedding=True, cls=True, distilled=d) for d in (False, True))
     position = target.adapt(source.state_dict(), source)["position"]
-    torch.testing.assert_close(position[:, [0, *range(2, position.shape[1])]], source.position)
+    close(position[:, [0, *range(2, position.shape[1])]], source.position)
     assert torch.equal(position[:, 1], target.position[:, 1])
     only = vit(position_embedding=True, cls=False, distilled=True)  # each token keeps its role
     assert torch.equal(only.adapt(source.state_dict(), source)["position"][:, 0], only.position[:, 0])
     assert torch.equal(source.adapt(only.state_dict(), only)["position"][:, 0], source.position[:, 0])
-    torch.testing.assert_close(only.adapt(target.state_dict(), target)["position"], target.position[:, 1:])
+    close(only.adapt(target.state_dict(), target)["position"], target.position[:, 1:])
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "vim"])
 @torch.no_grad()
 def test_cls_in_the_middle(mixer):
     """Check the order of tokens, the grid, and the readout, against the same model with its parts called one by one."""
-    torch.manual_seed(0)
     model = vit(mixer, (6, 10), cls_place="middle", position_embedding=True, init_std=0.5).double().eval()
-    images = torch.randn(2, 3, 6, 10, dtype=torch.double)
+    images = doubles(2, 3, 6, 10)
     patches = model.patch(images).flatten(2).mT
     x = torch.cat([patches[:, :7], model.cls.expand(2, -1, -1), patches[:, 7:]], 1) + model.position
-    torch.testing.assert_close(model(images), model.head(model.encoder(x, model.layout)[:, 7]))
+    close(model(images), model.head(model.encoder(x, model.layout)[:, 7]))
     assert model.special.nonzero().tolist() == [[7]]
     assert model.coords[:, [6, 7, 8]].mT.tolist() == [[1, 1], [-1, -1], [1, 2]]
     larger = vit(mixer, (12, 10), cls_place="middle", position_embedding=True).double()
@@ -257,20 +245,15 @@ def test_cls_in_the_middle(mixer):
     assert torch.equal(moved[:, 0], model.position[:, 7])
     assert torch.equal(moved[:, 1:], torch.cat([adapted[:, :15], adapted[:, 16:]], 1))
     same = vit(mixer, (6, 10), position_embedding=True).double().adapt(model.state_dict(), model)["position"]
-    torch.testing.assert_close(same, model.position[:, [7, *range(7), *range(8, 16)]])  # of a grid of the same size
+    close(same, model.position[:, [7, *range(7), *range(8, 16)]])  # of a grid of the same size
 
 
 def test_cls_in_the_middle_is_read_in_one_direction():
     forward = ViTConfig("vim", 12, 2, 3, cls_place="middle", attention=StateSpaceConfig(direction="forward"))
     assert forward.resolved().readout == "cls"
-    snakes = AttentionConfig(**SNAKES)
-    for settings in ({"cls": False}, {"distilled": True}, {"mixer": "lion_s", "attention": snakes}):
-        with pytest.raises(ValueError, match="cls_place 'middle' needs the cls token, one scan, and no distillation"):
-            ViTConfig(**{"mixer": "vim", "dim": 12, "depth": 1, "num_heads": 3, "cls_place": "middle", **settings})
 
 
 def test_vim_starts_as_published():
-    torch.manual_seed(0)
     model = vit("vim", (64, 64), patch_size=16, init="vim", dim=192, depth=4, classes=1000)
     assert model.patch.weight.std().item() == pytest.approx(768**-0.5, rel=0.02) and not model.patch.bias.any()
     assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.02) and not model.head.bias.any()

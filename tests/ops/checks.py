@@ -7,14 +7,14 @@ from torch import Tensor
 
 from lion.ops import linear_attention, reference_attention
 
-from .helpers import Case, Inputs, assert_close, backward
+from .helpers import Inputs, assert_close, backward
 
 LENGTH = 23
 HOLES = {0, 3, 4, 9, 15, 16, 17, 18, 19, 22}  # also at both ends, and one hole as long as a chunk
 VALID = torch.tensor(
     [
-        [t < 13 for t in range(LENGTH)],  # padding right
-        [t >= 9 for t in range(LENGTH)],  # padding left
+        [True] * 13 + [False] * 10,  # padding right
+        [False] * 9 + [True] * 14,  # padding left
         [t not in HOLES for t in range(LENGTH)],
         [False] * LENGTH,  # an empty sequence
         [True] * LENGTH,
@@ -30,15 +30,25 @@ SEGMENTS = torch.tensor(
     ]
 )
 BATCH = len(VALID)
-
-
+PRECISION = (  # of values and of gradients
+    (torch.float64, 1e-12, 1e-10),
+    (torch.float32, 2e-5, 5e-5),
+)
 _known: dict[tuple, tuple[Tensor, dict[str, Tensor]]] = {}
 
 
-def definition(inputs: Inputs | Case, **arguments) -> tuple[Tensor, dict[str, Tensor]]:
+def attend(inputs: Inputs, *settings: dict, function=linear_attention) -> Tensor:
+    """Call an operator with mapped queries and keys; later settings override earlier ones."""
+    arguments = {"feature_map": None}
+    for some in settings:
+        arguments |= some
+    return inputs.on(function, **arguments)
+
+
+def definition(inputs: Inputs, **arguments) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute output and gradients of the definition, cached for equal inputs because the definition is slow."""
-    given = (None if x is None else (x.shape, x.dtype, x.numpy().tobytes()) for x in inputs)
-    key = (type(inputs), *given, *sorted(arguments.items()))
+    values = [(name, x.dtype, x.shape, x.numpy().tobytes()) for name, x in inputs.given().items()]
+    key = (tuple(values), tuple(sorted(arguments.items())))
     if key not in _known:
         leaves = inputs.leaves()
         y = leaves.on(reference_attention, **arguments)
@@ -46,93 +56,105 @@ def definition(inputs: Inputs | Case, **arguments) -> tuple[Tensor, dict[str, Te
     return _known[key]
 
 
-def check_outputs(inputs: Inputs | Case, forms, function=linear_attention, **arguments) -> None:
+def check_outputs(inputs: Inputs, forms: dict[str, dict], function=linear_attention, **arguments) -> None:
     expected = inputs.on(reference_attention, **arguments)
     for form, how in forms.items():
-        for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-            got = inputs.to(dtype).on(function, **how, **arguments, feature_map=None)
+        for dtype, tolerance, _ in PRECISION:
+            got = attend(inputs.to(dtype), how, arguments, function=function)
             assert got.dtype == dtype
             assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
 
 
-def check_gradients(inputs: Inputs | Case, forms, function=linear_attention, **arguments) -> None:
+def check_gradients(inputs: Inputs, forms: dict[str, dict], function=linear_attention, **arguments) -> None:
     """Check outputs and gradients of `forms` against the definition."""
-    expected, expected_grads = definition(inputs, **arguments)
+    expected = definition(inputs, **arguments)
     for form, how in forms.items():
-        for dtype, tolerance, of_gradients in ((torch.float64, 1e-12, 1e-10), (torch.float32, 2e-5, 5e-5)):
-            leaves, what = inputs.to(dtype).leaves(), f"{form} {dtype} {arguments}"
-            got = leaves.on(function, **how, **arguments, feature_map=None)
+        for dtype, tolerance, of_gradients in PRECISION:
+            leaves = inputs.to(dtype).leaves()
+            got = attend(leaves, how, arguments, function=function)
             assert got.dtype == dtype
-            assert_close(got, expected, tolerance, what)
-            for name, grad in backward(got, leaves).items():  # gradients of a single token are 0: hence the floor
-                assert_close(grad, expected_grads[name], of_gradients, f"d{name} {what}", floor=0.1)
+            what = f"{form} {dtype} {arguments}"
+            assert_close(got, expected[0], tolerance, what)
+            assert_gradients(backward(got, leaves), expected[1], of_gradients, what)
 
 
-def gradcheck(leaves: Inputs | Case, function=linear_attention, **arguments) -> None:
+def assert_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str = "") -> None:
+    assert got.keys() == expected.keys()
+    for name, grad in got.items():
+        assert grad.isfinite().all(), f"d{name} {what}"
+        assert_close(grad, expected[name], tolerance, f"d{name} {what}", floor=0.1)  # those of a single token are 0
+
+
+def gradcheck(leaves: Inputs, function=linear_attention, **arguments) -> None:
     """Check the gradients against finite differences of the outputs."""
+    given = leaves.given()
 
-    def attention(*given: Tensor) -> Tensor:
-        some = iter(given)
-        return type(leaves)(*(None if x is None else next(some) for x in leaves)).on(
-            function, **arguments, feature_map=None
-        )
+    def attention(*tensors: Tensor) -> Tensor:
+        some = Inputs(**dict(zip(given, tensors)))
+        return attend(some, arguments, function=function)
 
-    assert torch.autograd.gradcheck(attention, [x for x in leaves if x is not None])
+    assert torch.autograd.gradcheck(attention, list(given.values()))
 
 
-def poisoned(inputs: Inputs | Case, valid: Tensor) -> Inputs | Case:
+def poisoned(inputs: Inputs, valid: Tensor) -> Inputs:
     """Return the inputs with NaN and infinities at all padding."""
-    bad = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=inputs.q.dtype)
-    out = []
-    for x in inputs:
-        if x is not None and x.dim() >= 3 and len(x) == BATCH:  # tokens of this batch, not tensors that rows share
-            mask = (~valid[:, None]).reshape(BATCH, 1, LENGTH, *[1] * (x.dim() - 3)).expand_as(x)
-            x = torch.where(mask, bad[torch.arange(x.numel()) % len(bad)].reshape(x.shape), x)
-        out.append(x)
-    return type(inputs)(*out)
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=inputs.q.dtype)
+
+    def poison(x: Tensor) -> Tensor:
+        if x.dim() < 3 or len(x) != BATCH:  # shared by all rows
+            return x
+        mask = ~valid[:, None] if x.dim() == 3 else ~valid[:, None, :, None]
+        junk = bad[torch.arange(x.numel()) % len(bad)]
+        return torch.where(mask, junk.reshape(x.shape), x)
+
+    return inputs.map(poison)
 
 
-def alone(inputs: Inputs | Case, sequences: list[list[Tensor]], function=linear_attention, **arguments) -> Tensor:
+def alone(inputs: Inputs, sequences: list[list[Tensor]], function=linear_attention, **arguments) -> Tensor:
     """Run every sequence (token indices, listed for each batch row) separately; all other outputs are 0."""
     rows = []
     for row, places in enumerate(sequences):
         y = torch.zeros_like(inputs.v[:1])
         for index in places:
-            y = y.index_add(2, index, inputs.tokens(row, index).on(function, **arguments, feature_map=None))
+            y = y.index_add(2, index, attend(inputs.tokens(row, index), arguments, function=function))
         rows.append(y)
     return torch.cat(rows)
 
 
 def by_valid(valid: Tensor) -> list[list[Tensor]]:
-    return [[row.nonzero()[:, 0]] if row.any() else [] for row in valid]
+    return by_segments(torch.zeros_like(valid, dtype=torch.long), valid)
 
 
 def by_segments(segments: Tensor, valid: Tensor) -> list[list[Tensor]]:
-    return [[((row == i) & ok).nonzero()[:, 0] for i in row[ok].unique() if i >= 0] for row, ok in zip(segments, valid)]
+    """Return the tokens of each segment of each row."""
+    rows = []
+    for ids in segments.where(valid, -1):
+        present = ids.unique()
+        rows.append([(ids == i).nonzero()[:, 0] for i in present[present >= 0]])
+    return rows
 
 
 def check_masked(
-    inputs: Inputs | Case, sequences, present: Tensor, how: dict, function=linear_attention, **masks
+    inputs: Inputs, sequences: list[list[Tensor]], present: Tensor, how: dict, function=linear_attention, **masks
 ) -> None:
     """Check a masked batch with poisoned padding against separate clean sequences: values, gradients, exact zeros."""
     leaves = inputs.leaves()
     expected = alone(leaves, sequences, function, **how)
-    expected_grads = backward(expected, leaves) if expected.requires_grad else leaves.grads()
+    expected_grads = backward(expected, leaves)
 
     leaves = poisoned(inputs, present).leaves()
-    got = leaves.on(function, **how, **masks, feature_map=None)
-    absent = (~present)[:, None]
+    got = attend(leaves, how, masks, function=function)
+    absent = (~present)[:, None].expand(got.shape[:3])
     assert_close(got, expected, 1e-12, f"{how}")
-    assert (got[absent.expand(got.shape[:3])] == 0).all()
-
-    for name, grad in backward(got, leaves).items():
-        assert grad.isfinite().all(), f"d{name} {how}"
-        assert_close(grad, expected_grads[name], 1e-10, f"d{name} {how}", floor=0.1)
+    assert not got[absent].any()
+    grads = backward(got, leaves)
+    assert_gradients(grads, expected_grads, 1e-10, f"{how}")
+    for name, grad in grads.items():
         if grad.dim() >= 3 and len(grad) == BATCH:
-            assert (grad[absent.expand(grad.shape[:3])] == 0).all(), f"d{name} {how}"
+            assert not grad[absent[:, : grad.shape[1]]].any(), f"d{name} {how}"
 
 
-def check_masks(inputs: Inputs | Case, how: dict, function=linear_attention) -> None:
+def check_masks(inputs: Inputs, how: dict, function=linear_attention) -> None:
     """Check padding, and padding with segments."""
     check_masked(inputs, by_valid(VALID), VALID, how, function, valid=VALID)
     present = VALID & (SEGMENTS >= 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,44 +35,29 @@ SMALL_FORMS = {  # forms with chunk borders inside about twenty tokens
 
 def pairwise(*factors: tuple) -> list[tuple[Any, ...]]:
     """Choose few combinations that cover all pairs of values of two factors, if no three factors interact."""
-    every = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*factors)}
-    missing, rows = set().union(*every.values()), []
+    pairs = {}
+    for row in itertools.product(*factors):
+        pairs[row] = set(itertools.combinations(enumerate(row), 2))
+    missing = set.union(*pairs.values())
+    rows = []
     while missing:
-        rows.append(max(every, key=lambda row: len(every[row] & missing)))
-        missing -= every[rows[-1]]
+        best = max(pairs, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        rows.append(best)
+    return rows
+
+
+def grid(*factors: tuple, **settings: tuple) -> list[tuple[Any, ...]]:
+    """Choose combinations as `pairwise` does: the values of the factors, followed by the settings as a dictionary."""
+    rows = []
+    for row in pairwise(*factors, *settings.values()):
+        how = dict(zip(settings, row[len(factors) :]))
+        rows.append((*row[: len(factors)], how))
     return rows
 
 
 class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None
-
-    def on(self, function, **arguments):
-        return function(*self, **arguments)
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        return type(self)(*(None if x is None else x.to(dtype) for x in self))
-
-    def leaves(self) -> Inputs:
-        """Return new tensors that require gradients."""
-        return type(self)(*(None if x is None else x.detach().clone().requires_grad_() for x in self))
-
-    def grads(self) -> dict[str, Tensor]:
-        """Return the gradients of all leaves; zeros for leaves outside the graph (the decay of a single token)."""
-        leaves = {name: x for name, x in self._asdict().items() if x is not None}
-        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
-
-    def tokens(self, row: int, index: Tensor) -> Inputs:
-        """Return the sequence of the tokens `index` of one batch row, with batch size 1."""
-        q, k, v, a = self
-        q, k, v = (x[row : row + 1, :, index] for x in (q, k, v))
-        return Inputs(q, k, v, a[row : row + 1, :, index] if a is not None and a.dim() >= 3 else a)
-
-
-class Case(NamedTuple):
-    """Inputs with further arguments of an operator, and the methods of `Inputs`."""
+    """Tensors of a call of an operator."""
 
     q: Tensor
     k: Tensor
@@ -83,19 +69,49 @@ class Case(NamedTuple):
     erase: Tensor | None = None
     read: Tensor | None = None
 
-    def on(self, function, **arguments):
-        extras = {name: x for name, x in zip(self._fields[4:], self[4:]) if x is not None}
-        return function(*self[:4], **extras, **arguments)
+    def given(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None}
 
-    to, leaves, grads = Inputs.to, Inputs.leaves, Inputs.grads
+    def gates(self) -> dict[str, Tensor]:
+        """Return the tensors other than q, k and v by name."""
+        return {name: x for name, x in self.given().items() if name not in "qkv"}
 
-    def tokens(self, row: int, index: Tensor) -> Case:
-        q, k, v, a = Inputs(*self[:4]).tokens(row, index)
-        beta, bonus, angles, erase, read = self[4:]
-        beta, erase, read = (None if x is None else x[row : row + 1, :, index] for x in (beta, erase, read))
-        if angles is not None:
-            angles = (angles[row : row + 1] if angles.dim() == 4 else angles)[..., index, :]
-        return Case(q, k, v, a, beta, bonus, angles, erase, read)
+    def on(self, function: Callable, **arguments):
+        return function(self.q, self.k, self.v, **self.gates(), **arguments)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        return self._replace(**{name: change(x) for name, x in self.given().items()})
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return self.map(lambda x: x.to(dtype))
+
+    def leaves(self) -> Inputs:
+        """Return new tensors that require gradients."""
+        return self.map(lambda x: x.detach().clone().requires_grad_())
+
+    def grads(self) -> dict[str, Tensor]:
+        """Return the gradients of all leaves; zeros for leaves outside the graph (the decay of a single token)."""
+        found = {}
+        for name, x in self.given().items():
+            found[name] = torch.zeros_like(x) if x.grad is None else x.grad
+        return found
+
+    def at(self, tokens: Tensor | slice, rows: slice = slice(None)) -> Inputs:
+        """Return some tokens of some rows of the batch."""
+        chosen = {}
+        for name, x in self.given().items():
+            if x.dim() == 4 or (name in ("log_decay", "beta") and x.dim() == 3):
+                x = x[rows]
+            if name == "angles":
+                chosen[name] = x[..., tokens, :]
+            elif name != "bonus" and x.dim() > 2:
+                chosen[name] = x[:, :, tokens]
+        return self._replace(**chosen)
+
+    def tokens(self, row: int, index: Tensor) -> Inputs:
+        """Return the sequence of the tokens `index` of one row of the batch, with batch size 1."""
+        return self.at(index, slice(row, row + 1))
 
 
 def make(
@@ -113,9 +129,10 @@ def make(
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng)
+        return torch.randn(shape, generator=rng)
 
-    q, k = (F.softplus(normal(batch, heads, length, dim)) for _ in range(2))
+    q = F.softplus(normal(batch, heads, length, dim))
+    k = F.softplus(normal(batch, heads, length, dim))
     v = normal(batch, heads, length, value_dim)
     if decay == "lit":
         log_decay = None
@@ -128,15 +145,16 @@ def make(
     elif decay == "fixed vector":
         log_decay = F.logsigmoid(normal(heads, dim) + 1)
     else:  # gates of 0 between gates of 1
-        lanes = (dim,) if decay == "extreme vector" else ()
-        forget = torch.rand(batch, heads, length, *lanes, generator=rng) < 0.2
+        shape = q.shape if decay == "extreme vector" else q.shape[:3]
+        forget = torch.rand(shape, generator=rng) < 0.2
         log_decay = torch.where(forget, math.log(1e-30), math.log(0.99))
     return Inputs(q, k, v, log_decay).to(dtype)
 
 
-def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
+def case(inputs: Inputs, what: str = "", seed: int = 3) -> Inputs:
     """Add further arguments to `inputs`, by name and shape: "bonus H", "angles BHL", "beta"."""
-    (batch, heads, length, dim), rng = inputs.q.shape, torch.Generator().manual_seed(seed)
+    batch, heads, length, dim = inputs.q.shape
+    rng = torch.Generator().manual_seed(seed)
     shapes = {
         "beta": (batch, heads, length),
         "erase": (batch, heads, length, dim),
@@ -150,9 +168,11 @@ def case(inputs: Inputs, what: str = "", seed: int = 3) -> Case:
     }
     made = {}
     for one in filter(None, what.split(", ")):
-        name, x = one.split()[0], torch.rand(shapes[one], generator=rng)
-        made[name] = {"beta": x, "bonus": 0.2 + 2 * x, "angles": 6 * x - 3}.get(name, x - 0.5).to(inputs.q.dtype)
-    return Case(*inputs, **made)
+        name = one.split()[0]
+        x = torch.rand(shapes[one], generator=rng)
+        ranges = {"beta": x, "bonus": 0.2 + 2 * x, "angles": 6 * x - 3}
+        made[name] = ranges.get(name, x - 0.5).to(inputs.q.dtype)
+    return inputs._replace(**made)
 
 
 def signed(inputs: Inputs) -> Inputs:
@@ -170,7 +190,8 @@ def error(got: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Compute the largest error over the largest value (or `floor`, for vanishing gradients); NaN if any is NaN."""
     assert got.shape == expected.shape
     expected = expected.double()
-    worst, largest = (got.double() - expected).abs().max().item(), expected.abs().max().item()
+    worst = (got.double() - expected).abs().max().item()
+    largest = expected.abs().max().item()
     return worst / max(largest, floor) if worst else 0.0
 
 
@@ -191,24 +212,24 @@ def backward(y: Tensor, inputs: Inputs, seed: int = 1) -> dict[str, Tensor]:
 
 def oracle_entry(lam: list[float], i: int, j: int, decay_convention: str) -> float:
     """Compute M_ij of one sequence with decays `lam`: a product over the tokens between i and j."""
-    if i == j:
-        return 1.0
+    first = min(i, j)
+    last = max(i, j)
     if decay_convention == "between":
-        between = range(min(i, j) + 1, max(i, j))
-    elif i > j:
-        between = range(j, i) if decay_convention == "source" else range(j + 1, i + 1)
+        between = lam[first + 1 : last]
+    elif (decay_convention, i > j) in (("source", True), ("target", False)):  # the decay of the earlier token
+        between = lam[first:last]
     else:
-        between = range(i, j) if decay_convention == "target" else range(i + 1, j + 1)
-    return math.prod(lam[k] for k in between)
+        between = lam[first + 1 : last + 1]
+    return math.prod(between)
 
 
 def oracle_mask(lam: list[float], decay_convention: str, direction: str) -> Tensor:
-    def allowed(i: int, j: int) -> bool:
-        return direction == "both" or (i >= j if direction == "forward" else i <= j)
-
     places = range(len(lam))
-    rows = [[oracle_entry(lam, i, j, decay_convention) if allowed(i, j) else 0.0 for j in places] for i in places]
-    return torch.tensor(rows, dtype=torch.float64)
+    rows = []
+    for i in places:
+        rows.append([oracle_entry(lam, i, j, decay_convention) for j in places])
+    mask = torch.tensor(rows, dtype=torch.float64)
+    return {"both": mask, "forward": mask.tril(), "backward": mask.triu()}[direction]
 
 
 def oracle_masks(inputs: Inputs, decay_convention: str, direction: str) -> Tensor:
@@ -220,66 +241,79 @@ def oracle_masks(inputs: Inputs, decay_convention: str, direction: str) -> Tenso
     if log_decay.dim() == 2:
         log_decay = log_decay[None, :, None].expand(batch, heads, length, dim)
     lam = log_decay.double().exp()
-    rows = (lam if lam.dim() == 3 else lam.transpose(2, 3)).flatten(0, -2).tolist()
-    shape = (batch, heads, length, length) if lam.dim() == 3 else (batch, heads, dim, length, length)
-    return torch.stack([oracle_mask(row, decay_convention, direction) for row in rows]).view(shape)
+    if lam.dim() == 4:
+        lam = lam.transpose(2, 3)
+    masks = [oracle_mask(row, decay_convention, direction) for row in lam.flatten(0, -2).tolist()]
+    return torch.stack(masks).unflatten(0, lam.shape[:-1])
 
 
-def oracle_parts(inputs: Inputs | Case, masks: Tensor) -> tuple[Tensor, Tensor]:
+def oracle_parts(inputs: Inputs, masks: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the numerator, from rotated scores, and the row sum, from unrotated scores."""
-    q, k, v = (x.double() for x in inputs[:3])
-    case = Case(*inputs)
-    bonus = 1 if case.bonus is None else case.bonus.double().reshape(q.shape[1], 1, -1)
+    q = inputs.q.double()
+    k = inputs.k.double()
+    bonus = 1 if inputs.bonus is None else inputs.bonus.double().reshape(q.shape[1], 1, -1)
 
     def weights(q: Tensor, k: Tensor) -> Tensor:
         if masks.dim() == 4:
-            weights = (q @ k.transpose(-1, -2)) * masks
+            weights = (q @ k.mT) * masks
         else:
             weights = torch.einsum("bhid,bhjd,bhdij->bhij", q, k, masks)
         return weights + torch.diag_embed((q * k * (bonus - 1)).sum(-1))
 
-    turned = (q, k) if case.angles is None else (oracle_rotate(q, case.angles), oracle_rotate(k, case.angles))
-    return weights(*turned) @ v, weights(q, k).sum(-1)
+    turned = weights(oracle_rotate(q, inputs.angles), oracle_rotate(k, inputs.angles))
+    return turned @ inputs.v.double(), weights(q, k).sum(-1)
 
 
-def oracle_rotate(x: Tensor, angles: Tensor) -> Tensor:
+def oracle_rotate(x: Tensor, angles: Tensor | None) -> Tensor:
     """Multiply pairs (p, p + D/2), as complex numbers, by exp(i angle)."""
+    if angles is None:
+        return x
     half = x.shape[-1] // 2
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles.double())
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def oracle_delta(case: Case, direction: str, undecayed_erase: bool = False) -> Tensor:
+def oracle_delta(inputs: Inputs, direction: str, undecayed_erase: bool = False) -> Tensor:
     """Compute `S_i = (A - e r^T) S_{i-1} + w v^T`, `y = q S`; `both`: minus `(q . w) v` once.
 
     A is `Diag(lambda)`, and r is multiplied by lambda, unless the erase is undecayed.
     """
-    q, k, v = (x.double() for x in case[:3])
-    e, r = (None if x is None else x.double() for x in (case.erase, case.read))
-    if case.angles is not None:
-        q, k = oracle_rotate(q, case.angles), oracle_rotate(k, case.angles)
-        e, r = (None if x is None else oracle_rotate(x, case.angles) for x in (e, r))
-    w = k if case.beta is None else case.beta.double()[..., None] * k
-    e, r = w if e is None else e, k if r is None else r
-    log_decay = torch.zeros(q.shape[1]) if case.log_decay is None else case.log_decay
+    turned = {}
+    for name in ("q", "k", "erase", "read"):
+        x = getattr(inputs, name)
+        turned[name] = x if x is None else oracle_rotate(x.double(), inputs.angles)
+    q = turned["q"]
+    k = turned["k"]
+    v = inputs.v.double()
+    w = k if inputs.beta is None else inputs.beta.double()[..., None] * k
+    e = w if turned["erase"] is None else turned["erase"]
+    r = k if turned["read"] is None else turned["read"]
+    batch, heads, length, dim = q.shape
+    log_decay = torch.zeros(heads) if inputs.log_decay is None else inputs.log_decay
     if log_decay.dim() <= 2:  # (H,) or (H, D)
-        log_decay = log_decay.reshape(1, q.shape[1], 1, -1)
-    lam = log_decay.double().exp().reshape(*log_decay.shape[:3], -1).expand(q.shape)
+        log_decay = log_decay.reshape(1, heads, 1, -1)
+    if log_decay.dim() == 3:
+        log_decay = log_decay[..., None]
+    lam = log_decay.double().exp().expand(q.shape)
+    if not undecayed_erase:
+        r = r * lam
     out = torch.zeros_like(v)
-    for name, places in (("forward", range(q.shape[2])), ("backward", reversed(range(q.shape[2])))):
-        if direction not in (name, "both"):
+    places = range(length)
+    for scan, order in (("forward", places), ("backward", reversed(places))):
+        if direction not in (scan, "both"):
             continue
-        S = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
-        for i in places:
-            row = r[:, :, i, None, :] * (1 if undecayed_erase else lam[:, :, i, None, :])  # (B, H, 1, D)
-            A = torch.diag_embed(lam[:, :, i]) - e[:, :, i, :, None] @ row
-            S = A @ S + w[:, :, i, :, None] @ v[:, :, i, None, :]
-            out[:, :, i] += (q[:, :, i, None, :] @ S).squeeze(2)
-    return out - (q * w).sum(-1, keepdim=True) * v if direction == "both" else out
+        S = q.new_zeros(batch, heads, dim, v.shape[-1])
+        for i in order:
+            A = torch.diag_embed(lam[:, :, i]) - e[:, :, i, :, None] * r[:, :, i, None]
+            S = A @ S + w[:, :, i, :, None] * v[:, :, i, None]
+            out[:, :, i] += (q[:, :, i, None] @ S).squeeze(2)
+    if direction == "both":
+        out -= (q * w).sum(-1, keepdim=True) * v
+    return out
 
 
 def oracle_attention(
-    inputs: Inputs | Case,
+    inputs: Inputs,
     *,
     decay_convention: str = "source",
     direction: str = "both",
@@ -288,17 +322,17 @@ def oracle_attention(
     eps: float = 1e-6,
     undecayed_erase: bool = False,
 ) -> Tensor:
-    case = Case(*inputs)
-    scale = 1 / math.sqrt(case.q.shape[-1]) if scale is None else scale
-    if any(x is not None for x in (case.beta, case.erase, case.read)):
-        return oracle_delta(case, direction, undecayed_erase) * scale
-    numerator, rowsum = oracle_parts(case, oracle_masks(case, decay_convention, direction))
-    if normalize == "pre":  # row sums of the scores before the mask
-        free = case._replace(log_decay=None, bonus=None)
-        rowsum = oracle_parts(free, oracle_masks(free, decay_convention, direction))[1]
-    rowsum = rowsum.unsqueeze(-1)
+    if scale is None:
+        scale = 1 / math.sqrt(inputs.q.shape[-1])
+    if not {"beta", "erase", "read"}.isdisjoint(inputs.given()):
+        return oracle_delta(inputs, direction, undecayed_erase) * scale
+    numerator, rowsum = oracle_parts(inputs, oracle_masks(inputs, decay_convention, direction))
     if normalize == "none":
         return numerator * scale
+    if normalize == "pre":  # row sums of the scores before the mask
+        free = inputs._replace(log_decay=None, bonus=None)
+        rowsum = oracle_parts(free, oracle_masks(free, decay_convention, direction))[1]
+    rowsum = rowsum.unsqueeze(-1)
     if normalize == "max":
         return scale * numerator / (scale * rowsum).abs().clamp_min(1)
     return numerator / rowsum.clamp_min(eps)
@@ -323,7 +357,7 @@ class Allocations(TorchDispatchMode):
         return out
 
     def largest(self) -> int:
-        return max(math.prod(shape) for shape in self.shapes)
+        return max(map(math.prod, self.shapes))
 
 
 class Denormals(TorchDispatchMode):
@@ -335,8 +369,9 @@ class Denormals(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = any(word in func.__name__ for word in ("empty", "slice"))  # uninitialised memory, or a view
-        for x in () if known else tree_leaves(out):
+        if "empty" in func.__name__ or "slice" in func.__name__:  # uninitialised memory, or a view
+            return out
+        for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.is_floating_point():
                 count = ((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum().item()
                 if count:

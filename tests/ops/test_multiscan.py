@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from lion.ops import SCAN_MERGES, multi_scan_attention
-from tests.ops.helpers import (
+
+from .checks import attend
+from .helpers import (
     DIRECTIONS,
     SMALL_FORMS,
     Inputs,
@@ -13,171 +16,167 @@ from tests.ops.helpers import (
     oracle_attention,
     oracle_masks,
     oracle_parts,
+    pairwise,
 )
 
+every_form = pytest.mark.parametrize("form", SMALL_FORMS)
+every_merge = pytest.mark.parametrize("scan_merge", SCAN_MERGES)
 
-def random_orders(scans: int, length: int) -> torch.Tensor:
+
+def random_orders(scans: int, length: int) -> Tensor:
     rng = torch.Generator().manual_seed(7)
     return torch.stack([torch.randperm(length, generator=rng) for _ in range(scans)])
 
 
-def scanned(inputs: Inputs, log_decay: torch.Tensor, order: torch.Tensor) -> Inputs:
-    q, k, v = (x[:, :, order] for x in inputs[:3])
-    return Inputs(q, k, v, log_decay if log_decay.dim() < 3 else log_decay[:, :, order])
+def decays_of(decay: str, length: int, scans: int = 2) -> list[Tensor]:
+    return [make(decay, length, seed=seed).log_decay for seed in range(scans)]
 
 
-def oracle(inputs, log_decays, orders, *, scan_merge, normalize="sum", **how) -> torch.Tensor:
+def scan(inputs: Inputs, decays: list[Tensor], orders: Tensor, *settings: dict) -> Tensor:
+    return attend(inputs, dict(log_decays=decays, orders=orders), *settings, function=multi_scan_attention)
+
+
+def oracle(inputs: Inputs, decays: list[Tensor], orders: Tensor, *, scan_merge: str, normalize="sum", **how) -> Tensor:
     """Compute each scan separately: gather its tokens, mask, and scatter the result."""
-    outputs, masks = [], []
-    for log_decay, order in zip(log_decays, orders):
-        moved = scanned(inputs, log_decay, order)
-        y, mask = oracle_attention(moved, normalize=normalize, **how), oracle_masks(moved, **how)
-        put, put_mask = torch.empty_like(y), torch.empty_like(mask)
-        for a, i in enumerate(order.tolist()):
-            put[:, :, i] = y[:, :, a]
-            for b, j in enumerate(order.tolist()):
-                put_mask[..., i, j] = mask[..., a, b]
-        outputs.append(put)
-        masks.append(put_mask)
+    outputs = []
+    masks = []
+    for log_decay, order in zip(decays, orders):
+        back = order.argsort()
+        moved = inputs._replace(log_decay=log_decay).at(order)
+        outputs.append(oracle_attention(moved, normalize=normalize, **how)[:, :, back])
+        masks.append(oracle_masks(moved, **how)[..., back, :][..., back])
     if scan_merge == "outputs":
         return sum(outputs) / len(outputs)
     numerator, rowsum = oracle_parts(inputs, sum(masks) / len(masks))
     scale = inputs.q.shape[-1] ** -0.5
     if normalize == "sum":
         return numerator / rowsum[..., None].clamp_min(1e-6)
-    return scale * numerator / ((scale * rowsum).abs().clamp_min(1)[..., None] if normalize == "max" else 1)
+    if normalize == "max":
+        return scale * numerator / (scale * rowsum).abs().clamp_min(1)[..., None]
+    return scale * numerator
 
 
-def decays_of(decay: str, length: int, scans: int) -> list[torch.Tensor]:
-    return [make(decay, length, seed=s).log_decay for s in range(scans)]
-
-
-@pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("scan_merge", SCAN_MERGES)
-@pytest.mark.parametrize("decay", ["D", "S", "extreme", "vector"])
-@pytest.mark.parametrize("length", [1, 10, 13])
-def test_is_the_definition(form, scan_merge, decay, length):
-    inputs, decays, orders = make(decay, length), decays_of(decay, length, 2), random_orders(2, length)
+@pytest.mark.parametrize(
+    "form, scan_merge, decay, length, decay_convention",
+    pairwise(
+        tuple(SMALL_FORMS), SCAN_MERGES, ("D", "S", "extreme", "vector"), (1, 10, 13), ("source", "target", "symmetric")
+    ),
+)
+def test_is_the_definition(form, scan_merge, decay, length, decay_convention):
+    inputs = make(decay, length)._replace(log_decay=None)
+    decays = decays_of(decay, length)
+    orders = random_orders(2, length)
     for direction in DIRECTIONS:
-        for decay_convention in ("source", "target", "symmetric"):
-            how = dict(decay_convention=decay_convention, direction=direction, scan_merge=scan_merge)
-            got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how, feature_map=None)
-            assert_close(got, oracle(inputs, decays, orders, **how), 1e-12, f"{decay_convention} {direction}")
+        how = dict(decay_convention=decay_convention, direction=direction, scan_merge=scan_merge)
+        got = scan(inputs, decays, orders, how, SMALL_FORMS[form])
+        assert_close(got, oracle(inputs, decays, orders, **how), 1e-12, f"{decay_convention} {direction}")
 
 
-@pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("normalize", ["none", "max"])
-def test_other_normalisations_and_three_scans(form, normalize):
-    inputs, decays, orders = make("S", 11), decays_of("S", 11, 3), random_orders(3, 11)
-    for scan_merge in SCAN_MERGES:
-        how = dict(decay_convention="source", direction="both", scan_merge=scan_merge, normalize=normalize)
-        got = multi_scan_attention(*inputs[:3], decays, orders, **SMALL_FORMS[form], **how, feature_map=None)
-        assert_close(got, oracle(inputs, decays, orders, **how), 1e-12)
+@pytest.mark.parametrize("form, scan_merge, normalize", pairwise(tuple(SMALL_FORMS), SCAN_MERGES, ("none", "max")))
+def test_other_normalisations_and_three_scans(form, scan_merge, normalize):
+    inputs = make("lit", 11)
+    decays = decays_of("S", 11, 3)
+    orders = random_orders(3, 11)
+    how = dict(decay_convention="source", direction="both", scan_merge=scan_merge, normalize=normalize)
+    assert_close(scan(inputs, decays, orders, how, SMALL_FORMS[form]), oracle(inputs, decays, orders, **how), 1e-12)
 
 
-@pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("scan_merge", SCAN_MERGES)
+@every_form
+@every_merge
 @pytest.mark.parametrize("decay", ["D", "S"])
 def test_gradients(form, scan_merge, decay):
-    inputs, orders = make(decay, 9), random_orders(2, 9)
+    orders = random_orders(2, 9)
     how = dict(scan_merge=scan_merge, decay_convention="source", direction="both")
 
-    def gradients(function, **arguments):
-        leaves = [x.detach().clone().requires_grad_() for x in (*inputs[:3], *decays_of(decay, 9, 2))]
-        if function is oracle:  # masks of the oracle are plain numbers
-            y = oracle(Inputs(*leaves[:3], None), [x.detach() for x in leaves[3:]], orders, **how)
-        else:
-            y = function(*leaves[:3], leaves[3:], orders, feature_map=None, **how, **arguments)
+    def gradients(y: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         weight = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
-        (y * weight).sum().backward()
-        return [x.grad for x in leaves]
+        return torch.autograd.grad((y * weight).sum(), leaves)
 
-    got = gradients(multi_scan_attention, **SMALL_FORMS[form])
-    for name, a, b in zip("qkv", got, gradients(oracle)):
-        assert_close(a, b, 1e-11, name)
-    for a, b in zip(got[3:], gradients(multi_scan_attention, form="rnn", chunk_size=1)[3:]):
-        assert a.abs().max() > 0
-        assert_close(a, b, 1e-11, "decay")
-
-
-def test_gradcheck_of_merged_masks():
-    inputs, orders = make("S", 5, batch=1, heads=2, dim=2, value_dim=2), random_orders(2, 5)
-    decays = [make("S", 5, batch=1, heads=2, seed=s).log_decay for s in (1, 2)]
-    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], *decays)]
-    for scan_merge in SCAN_MERGES:
-        torch.autograd.gradcheck(
-            lambda q, k, v, *a, m=scan_merge: multi_scan_attention(q, k, v, a, orders, scan_merge=m, feature_map=None),
-            leaves,
-        )
+    inputs = make("lit", 9).leaves()
+    decays = [x.requires_grad_() for x in decays_of(decay, 9)]
+    leaves = [inputs.q, inputs.k, inputs.v, *decays]
+    got = gradients(scan(inputs, decays, orders, how, SMALL_FORMS[form]), leaves)
+    plain = [x.detach() for x in decays]  # masks of the oracle are plain numbers
+    want = gradients(oracle(inputs, plain, orders, **how), leaves[:3])
+    want += gradients(scan(inputs, decays, orders, how, dict(form="rnn", chunk_size=1)), decays)
+    for found, expected in zip(got, want, strict=True):
+        assert found.abs().max() > 0
+        assert_close(found, expected, 1e-11)
 
 
-@pytest.mark.parametrize("form", SMALL_FORMS)
-@pytest.mark.parametrize("scan_merge", SCAN_MERGES)
+@every_merge
+def test_gradcheck(scan_merge):
+    inputs = make("lit", 5, batch=1, heads=2, dim=2, value_dim=2).leaves()
+    decays = [make("S", 5, batch=1, heads=2, seed=seed).log_decay.requires_grad_() for seed in (1, 2)]
+    orders = random_orders(2, 5)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return scan(Inputs(q, k, v), [first, second], orders, dict(scan_merge=scan_merge))
+
+    assert torch.autograd.gradcheck(attention, [inputs.q, inputs.k, inputs.v, *decays])
+
+
+@every_form
+@every_merge
 def test_padding_is_as_if_deleted(form, scan_merge):
-    length, keep = 12, torch.tensor([0, 1, 3, 4, 5, 8, 9])
-    inputs, decays, orders = make("S", length), decays_of("S", length, 2), random_orders(2, length)
+    length = 12
+    keep = torch.tensor([0, 1, 3, 4, 5, 8, 9])
     valid = torch.zeros(2, length, dtype=torch.bool)
     valid[:, keep] = True
-    poisoned = [x.masked_fill(~valid[:, None, :, None], torch.nan) for x in inputs[:3]]
-    bad = [a.masked_fill(~valid[:, None], torch.nan) for a in decays]
-    how = dict(scan_merge=scan_merge, **SMALL_FORMS[form])
-    got = multi_scan_attention(*poisoned, bad, orders, valid=valid, **how, feature_map=None)
+    inputs = make("lit", length)
+    decays = decays_of("S", length)
+    orders = random_orders(2, length)
+    poisoned = inputs.map(lambda x: x.masked_fill(~valid[:, None, :, None], torch.nan))
+    bad = [x.masked_fill(~valid[:, None], torch.nan) for x in decays]
+    how = SMALL_FORMS[form] | dict(scan_merge=scan_merge)
+    got = scan(poisoned, bad, orders, how, dict(valid=valid))
     rank = torch.full((length,), -1).scatter(0, keep, torch.arange(len(keep)))
-    shorter = torch.stack([rank[order][rank[order] >= 0] for order in orders])
-    want = multi_scan_attention(
-        *(x[:, :, keep] for x in inputs[:3]), [a[:, :, keep] for a in decays], shorter, **how, feature_map=None
-    )
+    shorter = [rank[order][rank[order] >= 0] for order in orders]
+    want = scan(inputs.at(keep), [x[:, :, keep] for x in decays], torch.stack(shorter), how)
     assert_close(got[:, :, keep], want, 1e-12)
     assert not got[:, :, ~valid[0]].any()
 
 
 def test_merges_differ_only_through_the_row_sum():
-    inputs, decays, orders = make("S", 12), decays_of("S", 12, 2), random_orders(2, 12)
-
-    def merged(**how):
-        return [
-            multi_scan_attention(*inputs[:3], decays, orders, scan_merge=m, **how, feature_map=None)
-            for m in SCAN_MERGES
-        ]
-
-    assert (merged()[0] - merged()[1]).abs().max() > 1e-3
-    assert_close(*merged(normalize="none"), 1e-13)
+    inputs = make("lit", 12)
+    decays = decays_of("S", 12)
+    orders = random_orders(2, 12)
+    masks = dict(scan_merge="masks")
+    outputs = dict(scan_merge="outputs")
+    none = dict(normalize="none")
+    assert (scan(inputs, decays, orders, masks) - scan(inputs, decays, orders, outputs)).abs().max() > 1e-3
+    assert_close(scan(inputs, decays, orders, masks, none), scan(inputs, decays, orders, outputs, none), 1e-13)
 
 
-def test_half_precision_keeps_its_dtype():
-    inputs, decays, orders = make("S", 70), decays_of("S", 70, 2), random_orders(2, 70)
-    want = multi_scan_attention(*inputs[:3], decays, orders, feature_map=None)
-    for form in SMALL_FORMS.values():
-        got = multi_scan_attention(*(x.bfloat16() for x in inputs[:3]), decays, orders, **form, feature_map=None)
-        assert got.dtype == torch.bfloat16
-        assert_close(got.double(), want, 2e-2)
+@every_form
+def test_half_precision_keeps_its_dtype(form):
+    inputs = make("lit", 70)
+    decays = decays_of("S", 70)
+    orders = random_orders(2, 70)
+    got = scan(inputs.to(torch.bfloat16), decays, orders, SMALL_FORMS[form])
+    assert got.dtype == torch.bfloat16
+    assert_close(got.double(), scan(inputs, decays, orders), 2e-2)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(scan_merge="mean"), "scan_merge: expected one of masks, outputs, got 'mean'"),
-        (
-            dict(orders=torch.zeros(2, 8, dtype=torch.long)),
-            r"orders: expected integer \(scans, 9\), got int64 \(2, 8\)",
-        ),
+        (dict(orders=random_orders(2, 8)), r"orders: expected integer \(scans, 9\), got int64 \(2, 8\)"),
         (dict(orders=torch.zeros(2, 9)), "orders: expected integer"),
         (dict(orders=None), "orders: expected integer .*got NoneType"),
-        (dict(orders=torch.zeros(3, 9, dtype=torch.long)), "log_decays: expected one for each of 3 scans, got 2"),
+        (dict(orders=random_orders(3, 9)), "log_decays: expected one for each of 3 scans, got 2"),
         (dict(log_decays=[torch.zeros(3), torch.zeros(4)]), "log_decay: expected"),
         (dict(log_decays=[torch.zeros(3), torch.ones(3)]), "log_decay: expected logarithms, at most 0"),
         (dict(log_decays=None), "log_decays: expected one for each scan, got NoneType"),
         (dict(log_decays=[torch.zeros(3), None]), "log_decays: without decay, all orders have the same scores"),
         (dict(valid=torch.ones(9)), "valid: expected bool"),
-        (dict(form="fast"), "form: expected one of"),
-        (dict(decay_convention="both"), "decay_convention: expected one of"),
-        (dict(direction="up"), "direction: expected one of"),
-        (dict(normalize="softmax"), "normalize: expected one of"),
         (dict(orders=torch.tensor([[*range(9)], [0, *range(8)]])), "orders: expected permutations of 0 .. 8"),
     ],
 )
 def test_bad_arguments(change, message):
-    inputs = make("S", 9)
-    arguments = dict(log_decays=decays_of("S", 9, 2), orders=random_orders(2, 9)) | change
+    q, k, v = make("lit", 9)[:3]
+    arguments = dict(log_decays=decays_of("S", 9), orders=random_orders(2, 9), feature_map=None) | change
     with pytest.raises(ValueError, match=message):
-        multi_scan_attention(*inputs[:3], **arguments, feature_map=None)
+        multi_scan_attention(q, k, v, **arguments)

@@ -2,85 +2,101 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from lion.ops import selective_scan as module
 from lion.ops.selective_scan import selective_scan
 
+from .helpers import pairwise
+
 GROUPS, BATCH, LENGTH, CHANNELS, STATE = 2, 2, 21, 5, 3
 
 
-def arguments(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def arguments() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
 
-    def random(*shape):
+    def random(*shape: int) -> Tensor:
         return torch.randn(GROUPS, *shape, generator=generator, dtype=torch.double)
 
-    x, dt = random(BATCH, LENGTH, CHANNELS), random(BATCH, LENGTH, CHANNELS).abs()
-    A, B, C = -random(CHANNELS, STATE).exp(), random(BATCH, LENGTH, STATE), random(BATCH, LENGTH, STATE)
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "state": random(BATCH, CHANNELS, STATE)}
+    given = {
+        "x": random(BATCH, LENGTH, CHANNELS),
+        "dt": random(BATCH, LENGTH, CHANNELS).abs(),
+        "A": -random(CHANNELS, STATE).exp(),
+        "B": random(BATCH, LENGTH, STATE),
+        "C": random(BATCH, LENGTH, STATE),
+        "state": random(BATCH, CHANNELS, STATE),
+    }
     return {name: part.requires_grad_() for name, part in given.items()}
 
 
-def recurrence(x, dt, A, B, C, state, start):
+def recurrence(x, dt, A, B, C, state, start) -> tuple[Tensor, Tensor]:
     """Compute h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t, from h = 0 at every start."""
-    h, rows = state, []
+    h = state
+    rows = []
     for t in range(x.shape[2]):
         if start is not None:
-            h = torch.where(start[:, :, t, None, None], torch.zeros_like(h), h)
+            h = h.masked_fill(start[:, :, t, None, None], 0)
         h = torch.exp(torch.einsum("gbe,gen->gben", dt[:, :, t], A)) * h
         h = h + torch.einsum("gbe,gbn->gben", dt[:, :, t] * x[:, :, t], B[:, :, t])
         rows.append(torch.einsum("gben,gbn->gbe", h, C[:, :, t]))
     return torch.stack(rows, 2), h
 
 
-def gradients(run, given):
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def gradients(y: Tensor, state: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(1)
-    weights = (torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in run)
-    return torch.autograd.grad(sum((y * w).sum() for y, w in zip(run, weights)), list(given.values()))
+    total = 0
+    for out in (y, state):
+        total += (out * torch.randn(out.shape, generator=generator, dtype=out.dtype)).sum()
+    return torch.autograd.grad(total, list(given.values()))
 
 
-@pytest.mark.parametrize("stacks", [False, True])  # on a CPU, on a GPU
-@pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("size", [1, 4, 7, 64])
+@pytest.mark.parametrize("size, starts, stacks", pairwise((1, 4, 7, 64), (False, True), (False, True)))
 def test_values_and_gradients_are_those_of_the_recurrence(size, starts, stacks, monkeypatch):
-    monkeypatch.setattr(module, "stacks", lambda x: stacks)
-    given, start = arguments(), None
+    monkeypatch.setattr(module, "stacks", lambda x: stacks)  # on a GPU
+    given = arguments()
+    start = None
     if starts:
         start = torch.rand(GROUPS, BATCH, LENGTH, generator=torch.Generator().manual_seed(2)) < 0.2
-    want = recurrence(**given, start=start)
-    got = selective_scan(**given, start=start, chunk_size=size)
+    y, state = recurrence(**given, start=start)
     with torch.no_grad():
-        without = selective_scan(**given, start=start, chunk_size=size)
-    for y, again, expected in zip(got, without, want):
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
-    for grad, expected, name in zip(gradients(got, given), gradients(want, given), given):
-        torch.testing.assert_close(grad, expected, rtol=0, atol=1e-11, msg=name)
+        again, other = selective_scan(**given, start=start, chunk_size=size)
+    close(again, y)
+    close(other, state)
+    got, last = selective_scan(**given, start=start, chunk_size=size)
+    close(got, y)
+    close(last, state)
+    for grad, expected in zip(gradients(got, last, given), gradients(y, state, given), strict=True):
+        close(grad, expected, 1e-11)
 
 
 def test_the_operators_keep_the_rules_of_operators():
     """Check schema, fake tensors and autograd registration with PyTorch's own checks."""
     *given, state = arguments().values()
-    start = torch.zeros(GROUPS, BATCH, LENGTH, dtype=torch.bool)
-    torch.library.opcheck(torch.ops.lion.selective_scan.default, (*given, start, state, 4, True, False))
-    torch.library.opcheck(torch.ops.lion.selective_scan.default, (*given, None, state, 4, True, False))
+    for start in (torch.zeros(GROUPS, BATCH, LENGTH, dtype=torch.bool), None):
+        torch.library.opcheck(torch.ops.lion.selective_scan.default, (*given, start, state, 4, True, False))
 
 
 def test_tokens_without_a_step_and_an_empty_state_change_nothing():
-    given = arguments()
-    x, dt = given["x"].detach().clone(), given["dt"].detach().clone()
-    x[:, :, 9:12] = dt[:, :, 9:12] = 0
+    given = {name: part.detach().clone() for name, part in arguments().items() if name != "state"}
+    given["x"][:, :, 9:12] = 0
+    given["dt"][:, :, 9:12] = 0
+    y, state = selective_scan(**given)
     kept = [t for t in range(LENGTH) if t not in range(9, 12)]
-    more = {name: given[name] for name in ("B", "C")}
-    y, state = selective_scan(x, dt, given["A"], **more)
-    less, end = selective_scan(x[:, :, kept], dt[:, :, kept], given["A"], **{n: p[:, :, kept] for n, p in more.items()})
-    torch.testing.assert_close(y[:, :, kept], less, rtol=0, atol=1e-12)
-    torch.testing.assert_close(state, end, rtol=0, atol=1e-12)
+    for name in ("x", "dt", "B", "C"):
+        given[name] = given[name][:, :, kept]
+    less, end = selective_scan(**given)
+    close(y[:, :, kept], less)
+    close(state, end)
 
 
 def test_half_precision_keeps_states_wide():
-    given = {name: part.detach().float() for name, part in arguments().items()}
-    narrow = given | {name: given[name].bfloat16() for name in ("x", "B", "C")}
+    narrow = {name: part.detach().float() for name, part in arguments().items()}
+    for name in ("x", "B", "C"):
+        narrow[name] = narrow[name].bfloat16()
     want, end = selective_scan(**{name: part.float() for name, part in narrow.items()})
     y, state = selective_scan(**narrow)
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lion.ops import (
     Gates,
@@ -20,7 +21,7 @@ from lion.ops import (
 )
 from lion.ops.settings import NAMES
 
-from .helpers import SMALL_FORMS, case, make
+from .helpers import SMALL_FORMS, case, make, pairwise
 
 LENGTH = 12
 INPUTS = make("S", LENGTH)
@@ -29,20 +30,27 @@ SEGMENTS = torch.tensor([[3] * 5 + [-1] + [1] * 6, [-1] * 2 + [0] * 10])
 VALID = torch.arange(LENGTH).expand(2, -1) % 5 != 2
 
 
-def one_step(*x, **arguments):
-    return step(*x[:3], initial_state(INPUTS.k, INPUTS.v), *x[3:], **arguments)
+def one_step(q, k, v, log_decay, **arguments):
+    return step(q, k, v, initial_state(k, v), log_decay, **arguments)
 
 
 def scans(q, k, v, log_decay, **arguments):
     return multi_scan_attention(q, k, v, [log_decay, log_decay.flip(2)], ORDERS, **arguments)
 
 
-ENTRIES = {  # entry points, with the fields that do not apply to them
-    "linear_attention": (linear_attention, {"scan_merge"}),
-    "linear_attention_parts": (linear_attention_parts, {"scan_merge", "scale", "eps"}),
-    "multi_scan_attention": (scans, set()),
-    "prefill": (prefill, {"form", "direction", "dropout_p", "scan_merge"}),
-    "step": (one_step, {"form", "direction", "dropout_p", "scan_merge", "chunk_size"}),
+ENTRIES = {
+    "linear_attention": linear_attention,
+    "linear_attention_parts": linear_attention_parts,
+    "multi_scan_attention": scans,
+    "prefill": prefill,
+    "step": one_step,
+}
+UNUSED = {  # fields that do not apply to an entry point
+    "linear_attention": {"scan_merge"},
+    "linear_attention_parts": {"scan_merge", "scale", "eps"},
+    "multi_scan_attention": set(),
+    "prefill": {"form", "direction", "dropout_p", "scan_merge"},
+    "step": {"form", "direction", "dropout_p", "scan_merge", "chunk_size"},
 }
 OTHER = Settings(  # another value of every field, except of the delta rule
     form="full",
@@ -56,28 +64,28 @@ OTHER = Settings(  # another value of every field, except of the delta rule
     dropout_p=0.5,
     scan_merge="outputs",
 )
+every_entry = pytest.mark.parametrize("entry", ENTRIES)
 
 
-def run(entry, **arguments) -> list[torch.Tensor]:
+def run(entry: str, **arguments) -> list[torch.Tensor]:
     torch.manual_seed(0)
     if "settings" not in arguments:
         arguments.setdefault("feature_map", None)
-    return tensors(ENTRIES[entry][0](*INPUTS, **arguments))
+    return tensors(ENTRIES[entry](*INPUTS[:4], **arguments))
 
 
 def tensors(out) -> list[torch.Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(out) if x is not None]
+    return [x for x in tree_leaves(out) if x is not None]
 
 
 def same(got: list, expected: list) -> bool:
     return len(got) == len(expected) and all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_an_object_or_its_fields(entry):
     """Check settings as an object, as fields, and as an object with one overridden field."""
-    unused = ENTRIES[entry][1]
-    fields = {name: getattr(OTHER, name) for name in NAMES if name not in unused}
+    fields = {name: getattr(OTHER, name) for name in NAMES if name not in UNUSED[entry]}
     expected = run(entry, settings=OTHER)
     assert same(run(entry, **fields), expected)
     assert not same(run(entry), expected)
@@ -86,24 +94,25 @@ def test_an_object_or_its_fields(entry):
         assert same(run(entry, settings=back, **{name: value}), expected), name
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_every_field_matters_or_is_refused(entry):
-    base = Settings(normalize="none", scale=0.5)  # the normalisation that accepts a scale
-    changes = {name: getattr(OTHER, name) for name in NAMES if name not in ("form", "chunk_size")}
-    for name, value in changes.items():
-        if name in ENTRIES[entry][1]:
-            with pytest.raises(ValueError, match=f"^{name}: not a setting here, "):
-                run(entry, **{name: value})
-            continue
-        if name == "undecayed_erase":
-            with pytest.raises(ValueError, match=r"^undecayed_erase: only the delta rule erases"):
-                run(entry, undecayed_erase=True)
-            continue
-        some = Settings(eps=1e-6, feature_map=None) if name in ("eps", "scan_merge") else base
-        assert not same(run(entry, settings=some), run(entry, settings=some, **{name: value})), name
+@pytest.mark.whole
+@every_entry
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("form", "chunk_size")])
+def test_every_field_matters_or_is_refused(entry, name):
+    settings = Settings(normalize="none", scale=0.5)  # the normalisation that accepts a scale
+    if name in ("eps", "scan_merge"):
+        settings = Settings(eps=1e-6, feature_map=None)
+    change = {name: getattr(OTHER, name)}
+    if name in UNUSED[entry]:
+        with pytest.raises(ValueError, match=f"^{name}: not a setting here, "):
+            run(entry, **change)
+    elif name == "undecayed_erase":
+        with pytest.raises(ValueError, match=r"^undecayed_erase: only the delta rule erases"):
+            run(entry, undecayed_erase=True)
+    else:
+        assert not same(run(entry, settings=settings), run(entry, settings=settings, **change))
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_a_name_that_is_none(entry):
     with pytest.raises(ValueError, match=r"^decay_conventoin: not a setting here, did you mean 'decay_convention'"):
         run(entry, decay_conventoin="source")
@@ -111,17 +120,25 @@ def test_a_name_that_is_none(entry):
         run(entry, normalise="sum")
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@every_entry
 def test_row_sums_ask_for_a_feature_map(entry):
     """Check that row sums require the argument `feature_map`, whatever q and k contain; None means already mapped."""
-    call = ENTRIES[entry][0]
+    call = ENTRIES[entry]
     for normalize in ("sum", "pre"):
         for given in (dict(normalize=normalize), dict(settings=Settings(normalize=normalize))):
             with pytest.raises(ValueError, match=r"^feature_map: normalize='(sum|pre)' .*silu_shifted, .*or None if"):
-                call(*INPUTS, **given)
-        assert same(tensors(call(*INPUTS, normalize=normalize, feature_map=None)), run(entry, normalize=normalize))
+                call(*INPUTS[:4], **given)
+        assert same(tensors(call(*INPUTS[:4], normalize=normalize, feature_map=None)), run(entry, normalize=normalize))
     for normalize in ("max", "none"):
-        assert same(tensors(call(*INPUTS, normalize=normalize)), run(entry, normalize=normalize, feature_map=None))
+        assert same(tensors(call(*INPUTS[:4], normalize=normalize)), run(entry, normalize=normalize))
+
+
+@every_entry
+@pytest.mark.parametrize("bad", (None, {}, dict(form="chunk"), "chunk"), ids=str)
+def test_settings_that_are_none(entry, bad):
+    for fields in ({}, dict(normalize="none")):
+        with pytest.raises(ValueError, match=r"^settings: expected lion\.ops\.Settings, or its fields by name, got"):
+            run(entry, settings=bad, **fields)
 
 
 @pytest.mark.parametrize(
@@ -131,71 +148,71 @@ def test_row_sums_ask_for_a_feature_map(entry):
         (dict(attn_mask=None), "attn_mask: not a setting here, valid .B, L. marks padding"),
         (dict(key_padding_mask=VALID), "key_padding_mask: not a setting here, use valid"),
         (dict(feature_map="elu"), "feature_map: expected one of .*, got 'elu', did you mean 'elu1'"),
-        (
-            dict(form="recurrent"),
-            "form: expected one of full, chunk, rnn, auto, got 'recurrent', did you mean 'rnn'",
-        ),
+        (dict(form="recurrent"), "form: expected one of full, chunk, rnn, auto, got 'recurrent', did you mean 'rnn'"),
     ],
     ids=str,
 )
 def test_names_of_sdpa_and_others(bad, hint):
     with pytest.raises(ValueError, match=f"^{hint}"):
-        linear_attention(*INPUTS, **bad)
+        INPUTS.on(linear_attention, **bad)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("bad", (None, {}, dict(form="chunk"), "chunk"), ids=str)
-def test_settings_that_are_none(entry, bad):
-    for fields in ({}, dict(normalize="none")):
-        with pytest.raises(ValueError, match=r"^settings: expected lion\.ops\.Settings, or its fields by name, got"):
-            run(entry, settings=bad, **fields)
-
-
+@pytest.mark.whole
 @pytest.mark.parametrize(
-    "bad",
+    "name, value",
     [
-        dict(form="fast"),
-        dict(direction="up"),
-        dict(normalize="softmax"),
-        dict(decay_convention="eq14"),
-        dict(feature_map="exp"),
-        dict(chunk_size=0),
-        dict(chunk_size=2.5),
-        dict(chunk_size="64"),
-        dict(chunk_size=None),
-        dict(chunk_size=True),
-        dict(scale="1"),
-        dict(eps=-1.0),
-        dict(eps=float("nan")),
-        dict(eps="1"),
-        dict(dropout_p="0.1"),
-        dict(dropout_p=1.5),
-        dict(dropout_p=0.1, form="rnn"),
-        dict(scan_merge="sum"),
-        *({name: value} for name in ("form", "feature_map", "normalize") for value in (["full"], {}, {"full"})),
+        ("form", "fast"),
+        ("direction", "up"),
+        ("normalize", "softmax"),
+        ("decay_convention", "eq14"),
+        ("feature_map", "exp"),
+        ("chunk_size", 0),
+        ("chunk_size", 2.5),
+        ("chunk_size", "64"),
+        ("chunk_size", None),
+        ("chunk_size", True),
+        ("scale", "1"),
+        ("eps", -1.0),
+        ("eps", float("nan")),
+        ("eps", "1"),
+        ("dropout_p", "0.1"),
+        ("dropout_p", 1.5),
+        ("scan_merge", "sum"),
+        ("form", ["full"]),
+        ("form", {}),
+        ("feature_map", {"full"}),
+        ("normalize", ["full"]),
     ],
-    ids=str,
 )
-def test_settings_check_themselves(bad):
-    with pytest.raises(ValueError, match=f"^{next(iter(bad))}: .*got"):
-        Settings(**bad)
+def test_settings_check_themselves(name, value):
+    with pytest.raises(ValueError, match=f"^{name}: .*got"):
+        Settings(**{name: value})
+
+
+def test_settings_that_exclude_each_other_and_frozen_ones():
+    with pytest.raises(ValueError, match=r"^dropout_p: .*got"):
+        Settings(dropout_p=0.1, form="rnn")
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().form = "rnn"
 
 
-def test_every_field_is_explained():
-    assert all(f"        {name}: " in Settings.__doc__ for name in NAMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_is_explained(name):
+    assert f"        {name}: " in Settings.__doc__
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_settings_in_a_graph(entry):
+def test_settings_in_a_graph():
     torch._dynamo.reset()
     settings = dataclasses.replace(OTHER, dropout_p=0.0)
-    compiled = torch.compile(ENTRIES[entry][0], fullgraph=True, backend="eager")
-    got = tensors(compiled(*INPUTS, settings=settings, normalize="sum"))
-    for x, y in zip(got, run(entry, settings=settings, normalize="sum"), strict=True):
-        assert torch.allclose(x, y, atol=1e-12)
+
+    def every_call(q, k, v, log_decay):
+        return [call(q, k, v, log_decay, settings=settings, normalize="sum") for call in ENTRIES.values()]
+
+    compiled = torch.compile(every_call, fullgraph=True, backend="eager")
+    expected = tensors(every_call(*INPUTS[:4]))
+    for got, want in zip(tensors(compiled(*INPUTS[:4])), expected, strict=True):
+        assert torch.allclose(got, want, atol=1e-12)
     torch._dynamo.reset()
 
 
@@ -214,24 +231,23 @@ class Sorts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-MASKED = {name: entry for name, (entry, _) in ENTRIES.items() if name not in ("step", "multi_scan_attention")}
+MASKED = ("linear_attention", "linear_attention_parts", "prefill")
 KINDS = {"decay": INPUTS, "delta": case(make("lit", LENGTH), "beta")}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("valid", (None, VALID), ids=("all", "valid"))
-@pytest.mark.parametrize("entry", MASKED)
-def test_prepared_masks_are_the_masks(entry, valid, kind):
+@pytest.mark.parametrize(
+    "entry, valid, segments, kind, form",
+    pairwise(MASKED, (None, VALID), (SEGMENTS, None), tuple(KINDS), tuple(SMALL_FORMS)),
+)
+def test_prepared_masks_are_the_masks(entry, valid, segments, kind, form):
     """Check that prepared masks give bitwise equal results, without sorting or checking again."""
-    for segments in (SEGMENTS, None):
-        for how in ({"prefill": {}} if entry == "prefill" else SMALL_FORMS).values():
-            call, arguments = MASKED[entry], dict(normalize="none", **how)
-            expected = KINDS[kind].on(call, valid=valid, segments=segments, **arguments)
-            prepared = segment_index(valid, segments)
-            with Sorts() as sorts:
-                got = KINDS[kind].on(call, segments=prepared, **arguments)
-            assert same(tensors(got), tensors(expected))
-            assert sorts.count == 0
+    how = {} if entry == "prefill" else SMALL_FORMS[form]
+    expected = KINDS[kind].on(ENTRIES[entry], valid=valid, segments=segments, normalize="none", **how)
+    prepared = segment_index(valid, segments)
+    with Sorts() as sorts:
+        got = KINDS[kind].on(ENTRIES[entry], segments=prepared, normalize="none", **how)
+    assert same(tensors(got), tensors(expected))
+    assert sorts.count == 0
     with Sorts() as sorts:
         segment_index(valid, SEGMENTS)
     assert sorts.count > 0  # the counter must see such operators
@@ -252,11 +268,7 @@ def test_an_index():
         (torch.ones(2, 5), None, "^valid: expected bool"),
         (None, torch.zeros(5, dtype=torch.long), r"^segments: expected \(B, L\)"),
         (None, torch.zeros(2, 5), "^segments: expected integer"),
-        (
-            torch.ones(2, 4, dtype=torch.bool),
-            torch.zeros(2, 5, dtype=torch.long),
-            r"^segments: expected integer \(2,",
-        ),
+        (torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, 5).long(), r"^segments: expected integer \(2,"),
         (None, torch.tensor([[0, 1, 0]]), "^segments: the tokens of a segment must be contiguous"),
     ],
 )
@@ -268,19 +280,19 @@ def test_masks_that_are_none(valid, segments, message):
 @pytest.mark.parametrize("entry", MASKED)
 def test_prepared_masks_of_other_tokens(entry):
     with pytest.raises(ValueError, match=r"^segments: expected a SegmentIndex of shape \(2, 12\)"):
-        MASKED[entry](*INPUTS, segments=segment_index(None, SEGMENTS[:, :9]), feature_map=None)
+        run(entry, segments=segment_index(None, SEGMENTS[:, :9]))
     with pytest.raises(ValueError, match=r"^valid: prepared segments already contain it"):
-        MASKED[entry](*INPUTS, valid=VALID, segments=segment_index(None, SEGMENTS), feature_map=None)
+        run(entry, valid=VALID, segments=segment_index(None, SEGMENTS))
 
 
 def test_gates_are_one_object_a_tensor_or_names():
     """Check that all ways to pass gates agree, that a gate is passed once, and that a prefix is refused elsewhere."""
-    q, k, v, log_decay = INPUTS
-    bonus, how = torch.full((q.shape[1],), 0.5, dtype=q.dtype), dict(feature_map="relu")
-    want = linear_attention(q, k, v, Gates(log_decay, bonus=bonus), **how)
-    assert torch.equal(want, linear_attention(q, k, v, log_decay, bonus=bonus, **how))
-    assert torch.equal(want, linear_attention(q, k, v, bonus=bonus, log_decay=log_decay, **how))
+    q, k, v, log_decay = INPUTS[:4]
+    bonus = torch.full((q.shape[1],), 0.5, dtype=q.dtype)
+    want = linear_attention(q, k, v, Gates(log_decay, bonus=bonus), feature_map="relu")
+    assert torch.equal(want, linear_attention(q, k, v, log_decay, bonus=bonus, feature_map="relu"))
+    assert torch.equal(want, linear_attention(q, k, v, bonus=bonus, log_decay=log_decay, feature_map="relu"))
     with pytest.raises(ValueError, match="bonus: passed twice, in gates and by name"):
-        linear_attention(q, k, v, Gates(log_decay, bonus=bonus), bonus=bonus, **how)
+        linear_attention(q, k, v, Gates(log_decay, bonus=bonus), bonus=bonus, feature_map="relu")
     with pytest.raises(ValueError, match="prefix: only linear_attention and prefill take it"):
-        linear_attention_parts(q, k, v, prefix=q, **how)
+        linear_attention_parts(q, k, v, prefix=q, feature_map="relu")

@@ -59,9 +59,17 @@ def test_schedules_are_the_published_ones():
         assert cosine[t].item() == pytest.approx(f[0] / f[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("steps", [1, 7, 1000])
-@pytest.mark.parametrize("bound", [None, 1.0])
+@pytest.mark.parametrize(
+    ("schedule", "steps", "bound"),
+    [
+        ("linear", 1, None),
+        ("cosine", 7, None),
+        ("linear", 1000, None),
+        ("cosine", 1, 1.0),
+        ("linear", 7, 1.0),
+        ("cosine", 1000, 1.0),
+    ],
+)
 def test_ddim_undoes_exact_noise(schedule, steps, bound):
     torch.manual_seed(0)
     process = Process(schedule, 1000)
@@ -95,16 +103,23 @@ def test_fresh_noise_keeps_the_distribution():
         assert follows > 0.99 if eta == 0 else abs(follows) < 0.05
 
 
-def test_too_many_steps_are_refused():
-    with pytest.raises(ValueError, match="steps: expected 1 to 10, got 11"):
-        Process("linear", 10).times(11)
-    for wrong, line in (({"eta": 2.0}, "eta: expected 0 to 1"), ({"eta": 0.5}, "draw: eta=0.5 adds noise")):
-        with pytest.raises(ValueError, match=line):
-            Process("linear", 10).denoise(lambda x, t: x, torch.zeros(1, 1), steps=2, **wrong)
-    with pytest.raises(ValueError, match="schedule: expected one of cosine, linear, got 'x'"):
-        Process("x", 10)
-    with pytest.raises(ValueError, match=r"shown_steps: expected at most task\.steps=10, got 50"):
-        DiffusionConfig(steps=10)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Process("linear", 10).times(11), "steps: expected 1 to 10, got 11"),
+        (lambda: denoised(eta=2.0), "eta: expected 0 to 1"),
+        (lambda: denoised(eta=0.5), "draw: eta=0.5 adds noise"),
+        (lambda: Process("x", 10), "schedule: expected one of cosine, linear, got 'x'"),
+        (lambda: DiffusionConfig(steps=10), r"shown_steps: expected at most task\.steps=10, got 50"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def denoised(eta):
+    return Process("linear", 10).denoise(lambda x, t: x, torch.zeros(1, 1), steps=2, eta=eta)
 
 
 def test_guidance_needs_dropped_labels():
@@ -145,17 +160,19 @@ class Recorder(torch.nn.Module):
         return torch.zeros_like(x)
 
 
+def white(count, **more):
+    """Return a batch of white images, which are 1 everywhere as inputs of the model."""
+    image = torch.full((count, 1, 4, 4), 255, dtype=torch.uint8)
+    return {"image": image, "label": torch.zeros(count, dtype=torch.long), **more}
+
+
 def test_the_loss_is_of_the_noise_and_some_labels_are_dropped():
     t, model = task(label_dropout=0.3), Recorder()
     sums = t.loss(model, batch(5000))
     assert (sums.loss / sums.weight).item() == pytest.approx(1, rel=0.02) and sums.weight == 5000
     assert (model.labels == 3).float().mean().item() == pytest.approx(0.3, abs=0.03)
     assert model.times.min() == 0 and model.times.max() == 999
-    kept = t.process.alphas_cumprod[model.times].float()
-    white = t.loss(
-        model, {"image": torch.full((5000, 1, 4, 4), 255, dtype=torch.uint8), "label": torch.zeros(5000).long()}
-    )
-    assert white.weight == 5000
+    assert t.loss(model, white(5000)).weight == 5000
     kept = t.process.alphas_cumprod[model.times].float()
     early = model.times < 200
     torch.testing.assert_close(model.x[early].mean(), kept[early].sqrt().mean(), rtol=0, atol=0.01)
@@ -305,9 +322,7 @@ def test_a_clamped_image_determines_the_noise():
 
 def test_the_noise_of_evaluation_does_not_follow_from_the_time():
     t, model, count = task(), Recorder(), 2000
-    images, labels = torch.full((count, 1, 4, 4), 255, dtype=torch.uint8), torch.zeros(count).long()
-    more = {"mask": torch.ones(count, dtype=torch.bool), "key": torch.arange(count) * 977}
-    t.evaluate(model, {"image": images, "label": labels, **more})
+    t.evaluate(model, white(count, mask=torch.ones(count, dtype=torch.bool), key=torch.arange(count) * 977))
     kept = t.process.alphas_cumprod[model.times].float()[:, None]
     noise = (model.x.flatten(1) - kept.sqrt()) / (1 - kept).sqrt()
     assert torch.cat([model.times[:, None], noise], 1).mT.corrcoef()[0, 1:].abs().max() < 0.1

@@ -1,4 +1,3 @@
-import math
 import random
 
 import pytest
@@ -55,23 +54,28 @@ def test_metrics_leave_padding_out():
     assert metrics["top5"][0] == five
 
 
-@pytest.mark.parametrize("settings", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0, "switch": 0.5}])
+BOTH = {"mixup": 0.8, "cutmix": 1.0}
+
+
+@pytest.mark.parametrize("settings", [{"mixup": 0.8}, {"cutmix": 1.0}, {**BOTH, "switch": 0.5}])
 def test_mixing_changes_the_batch_and_is_repeatable(settings):
-    model, b = Table(), batch()
-    torch.manual_seed(0)
-    first = [task(**settings).loss(model, b).loss.item() for _ in range(3)]
-    torch.manual_seed(0)
-    assert first == [task(**settings).loss(model, b).loss.item() for _ in range(3)]
+    def losses():
+        torch.manual_seed(0)
+        return [task(**settings).loss(Table(), batch()).loss.item() for _ in range(3)]
+
+    first = losses()
+    assert first == losses()
     assert len(set(first)) > 1
 
 
-def test_two_kinds_of_mixing_switch():
-    both = task(mixup=0.8, cutmix=1.0, switch=0.5)
+@pytest.mark.parametrize(("switch", "least", "most"), [(0, 40, 40), (0.5, 5, 35), (1, 0, 39)])
+def test_two_kinds_of_mixing_switch(switch, least, most):
+    """Mixup keeps constant images constant, cutmix does not."""
     torch.manual_seed(0)
-    whole = [
-        torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in (both.mix(*batch().values())[0] for _ in range(40))
-    ]
-    assert 5 < sum(whole) < 35  # mixup keeps constant images constant, cutmix does not
+    mix = task(**BOTH, switch=switch).mix
+    mixed = [mix(*batch().values())[0] for _ in range(40)]
+    constant = sum(torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in mixed)
+    assert least <= constant <= most
 
 
 def test_views_of_one_image_are_not_mixed_with_each_other():
@@ -95,21 +99,21 @@ def test_mixed_labels_are_smoothed():
     torch.testing.assert_close(got, -(targets * model(b["image"]).log_softmax(1)).sum())
 
 
-def test_the_loss_erases_where_asked():
+NINES = {"image": torch.full((20, 1, 16, 16), 9, dtype=torch.uint8), "label": torch.zeros(20, dtype=torch.long)}
+
+
+def test_images_are_erased_where_asked_before_they_are_mixed():
     model, seen = Table(), []
     model.register_forward_pre_hook(lambda _, images: seen.append(images[0]))
-    images = torch.full((20, 1, 16, 16), 9, dtype=torch.uint8)
     for share in (0.0, 1.0):
-        task(random_erasing=share).loss(model, {"image": images, "label": torch.zeros(20, dtype=torch.long)})
-    assert seen[0].eq(9).all() and seen[1].ne(9).flatten(1).any(1).all()
-
-
-@pytest.mark.parametrize("switch", [0, 1])
-def test_a_switch_at_its_end_leaves_one_kind(switch):
-    torch.manual_seed(0)
-    mix = task(mixup=0.8, cutmix=1.0, switch=switch).mix
-    mixed = [mix(*batch().values())[0] for _ in range(20)]
-    assert all(torch.equal(x.amin((1, 2, 3)), x.amax((1, 2, 3))) for x in mixed) == (switch == 0)
+        task(random_erasing=share).loss(model, NINES)
+    t = task(mixup=0.8, random_erasing=1.0)
+    t.mix = lambda *both: seen.append(both[0]) or both
+    t.loss(Table(), NINES)
+    whole, erased, before_mixing = seen
+    assert whole.eq(9).all()
+    assert erased.ne(9).flatten(1).any(1).all()
+    assert before_mixing.ne(9).flatten(1).any(1).all()
 
 
 def test_the_model_has_the_data_s_normalisation_and_names():
@@ -201,14 +205,15 @@ def test_erasing_draws_as_timm_does():
     images, ours, theirs = torch.full((3000, 1, 30, 50), 9.0), [], []
     ours = rectangles((erase(images, 1) != 9).any(1))
     theirs = rectangles((timm.RandomErasing(1, mode="pixel", device="cpu")(images.clone()) != 9).any(1))
-    for of in (
-        lambda b: b[2] * b[3] / 1500,  # area
-        lambda b: math.log(b[2] / b[3]),  # shape
-        lambda b: b[0] / (31 - b[2]),  # place
-        lambda b: b[1] / (51 - b[3]),
-    ):
-        a, b = (torch.tensor([of(box) for box in boxes], dtype=torch.double).sort().values for boxes in (ours, theirs))
-        assert len(a) == len(b) == 3000
+    assert len(ours) == len(theirs) == 3000
+
+    def features(boxes):
+        """Return area, shape and place of all boxes, each in order."""
+        top, left, height, width = torch.tensor(boxes, dtype=torch.double).T
+        found = height * width / 1500, (height / width).log(), top / (31 - height), left / (51 - width)
+        return [each.sort().values for each in found]
+
+    for a, b in zip(features(ours), features(theirs)):
         grid = torch.cat([a, b]).sort().values
         gap = (torch.searchsorted(a, grid, right=True) - torch.searchsorted(b, grid, right=True)).abs().max() / 3000
         assert gap < 0.05  # Kolmogorov-Smirnov: chance exceeds 0.05 once in 1,000 times
@@ -232,11 +237,3 @@ def test_labels_are_shuffled_with_their_images():
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_has_the_alpha_of_its_setting(kind):
     assert task(**{kind: 0.3}).mix.transforms[0].alpha == 0.3
-
-
-def test_images_are_erased_before_they_are_mixed():
-    t, seen = task(mixup=0.8, random_erasing=1.0), []
-    t.mix = lambda *both: seen.append(both[0]) or both
-    images = torch.full((20, 1, 16, 16), 9, dtype=torch.uint8)
-    t.loss(Table(), {"image": images, "label": torch.zeros(20, dtype=torch.long)})
-    assert seen[0].ne(9).flatten(1).any(1).all()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError
-from lion.layers.mixers import LINEAR, SOFTMAX
+from lion.layers.mixers import SOFTMAX
 from lion.layers.mixers.base import forms_of, set_form
 from lion.models.base import Model
 from lion.models.bert import Bert, BertConfig
@@ -196,7 +196,7 @@ def test_metrics_of_a_model_that_knows():
     assert own.metric.name == "accuracy" and own.metric.text(0.6705) == "67.05 %"
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
+@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_s", "mamba", "deltanet"])
 @torch.no_grad()
 def test_every_form_and_batch_size_measures_the_same(mixer):
     own, net, data = task(), model(mixer).double(), batch(6)
@@ -237,15 +237,11 @@ def test_bad_settings_are_refused():
         task().build_model(BertConfig(SOFTMAX, 12, 1, 3, max_positions=16))
 
 
-@pytest.mark.parametrize(
-    "mixer", [SOFTMAX, *(pytest.param(m, marks=pytest.mark.every) for m in ("lion_lit", "lion_d")), "lion_s"]
-)
-@pytest.mark.slow
-def test_it_learns(mixer, tmp_path):
+@pytest.mark.parametrize(("mixer", "steps"), [(SOFTMAX, 150), ("lion_s", 60)])
+def test_it_learns(mixer, steps, tmp_path):
     """Train with micro-batches and reach far more accuracy than always predicting the commonest letter."""
-    plan = make_plan(
-        settings(batch_size=32, micro_batch=16, steps=150, eval_every=150, save_every=75), samples=256, world=1
-    )
+    chosen = settings(batch_size=32, micro_batch=16, steps=steps, eval_every=steps, save_every=steps // 2)
+    plan = make_plan(chosen, samples=256, world=1)
     own = task()
     seed_everything(0)
     net = own.build_model(BertConfig(mixer, 24, 2, 3, mlp_ratio=2, init_std=0.1, dropout=0.0))
@@ -253,7 +249,8 @@ def test_it_learns(mixer, tmp_path):
     trainer = Trainer(plan, own, net, splits, tmp_path, CPU)
     assert trainer.fit()
     found = evaluate(net, RunData(splits, plan, CPU).held_out()["val"], own, CPU)
-    assert found["accuracy"] > 0.3 and found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["accuracy"] > 0.3
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert isinstance(trainer.model, Bert)
 
 

@@ -19,6 +19,7 @@ timm_layers = pytest.importorskip("timm.layers")
 feature_extraction = pytest.importorskip("torchvision.models.feature_extraction")
 
 TINY = [name for name in configs.CONFIGS if "tiny" in name]
+EACH = pytest.mark.parametrize("name", TINY)
 SIDE, PATCH, CLASSES = (64, 48), 16, 5
 
 
@@ -35,12 +36,10 @@ def pair(name, size=SIDE, **settings):
     """Return a small model for timm and our ViT, with the same weights."""
     theirs = randomise(timm.create_model(name, img_size=size, depth=2, num_classes=CLASSES, **settings))
     ours = vit(name, size)
-    taken = weights.timm_weights(ours.state_dict())
-    assert [(n, w.shape) for n, w in sorted(taken.items())] == [
-        (n, w.shape) for n, w in sorted(theirs.state_dict().items())
-    ]
+    taken, held = weights.timm_weights(ours.state_dict()), theirs.state_dict()
+    assert {n: w.shape for n, w in taken.items()} == {n: w.shape for n, w in held.items()}
     back = {weights.timm_name(name): name for name in ours.state_dict()}
-    ours.load_state_dict({back[name]: value for name, value in theirs.state_dict().items()})
+    ours.load_state_dict({back[name]: value for name, value in held.items()})
     return theirs, ours.eval()
 
 
@@ -55,21 +54,8 @@ def images(size=SIDE, count=2):
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", TINY)
-@torch.no_grad()
-def test_the_logits_are_those_of_our_vit_in_every_form(name):
-    theirs, ours = pair(name)
-    seen = []
-    for form in ("full", "chunk", "rnn"):
-        for model in (theirs, ours):
-            set_form(model, form, 4)
-        seen.append(ours(images()))
-        assert torch.equal(theirs(images()), seen[-1]) and seen[-1].std() > 0.05
-    torch.testing.assert_close(seen[1:], seen[:1] * 2, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_the_gradients_are_those_of_our_vit_and_checkpointing_keeps_them(name):
+@EACH
+def test_logits_and_gradients_are_those_of_our_vit_in_every_form_and_checkpointing_keeps_them(name):
     theirs, ours = pair(name)
     ours(images()).square().sum().backward()
     back = {weights.timm_name(name): p.grad for name, p in ours.named_parameters()}
@@ -79,6 +65,14 @@ def test_the_gradients_are_those_of_our_vit_and_checkpointing_keeps_them(name):
         theirs(images()).square().sum().backward()
         for n, p in theirs.named_parameters():
             assert torch.equal(p.grad, back[n]), n
+    seen = []
+    for form in ("full", "chunk", "rnn"):
+        set_form(theirs, form, 4)
+        set_form(ours, form, 4)
+        with torch.no_grad():
+            seen.append(ours(images()))
+            assert torch.equal(theirs(images()), seen[-1]) and seen[-1].std() > 0.05
+    torch.testing.assert_close(seen[1:], seen[:1] * 2, rtol=0, atol=1e-4)
 
 
 RECIPES = {"lion_": "lion_s", "lion_lit_": "lion_lit", "lion_d_": "lion_d", "lion_s_": "lion_s"}
@@ -94,12 +88,15 @@ def test_the_registered_models_are_those_of_the_recipes(name):
     assert timm.is_model(name) and timm.list_models(name) == [name]
 
 
-@pytest.mark.parametrize("name", TINY)
+@EACH
 @torch.no_grad()
-def test_images_of_other_sizes(name):
+def test_symbolic_traces_and_images_of_other_sizes(name):
     """Check `set_input_size` and `dynamic_img_size` against our model, whose positions are interpolated."""
     other = (32, 80)
     theirs, ours = pair(name)
+    found = timm_layers.create_feature_extractor(theirs, {"blocks.0": "first", "head": "logits"})(images())
+    assert torch.equal(found["logits"], theirs(images()))
+    assert torch.equal(found["first"][:, -12:], theirs.forward_intermediates(images(), [0], output_fmt="NLC")[1][0])
     larger = vit(name, other)
     larger.load_state_dict(larger.adapt(ours.state_dict(), ours))
     expected = larger.eval()(images(other))
@@ -136,16 +133,6 @@ def test_features_heads_and_pooling():
     assert features.feature_info.channels() == [192] * 3 and features.feature_info.reduction() == [16] * 3
 
 
-@pytest.mark.parametrize("name", TINY)
-@torch.no_grad()
-def test_a_symbolic_trace_gives_the_same_features(name):
-    model, _ = pair(name)
-    traced = timm_layers.create_feature_extractor(model, {"blocks.0": "first", "head": "logits"})
-    found = traced(images())
-    assert torch.equal(found["logits"], model(images()))
-    assert torch.equal(found["first"][:, -12:], model.forward_intermediates(images(), [0], output_fmt="NLC")[1][0])
-
-
 @torch.no_grad()
 def test_causal_models_and_masked_patches():
     """Check `is_causal` against our model in direction "forward", and a mask against the tokens that are left."""
@@ -173,7 +160,7 @@ def test_parameters_are_grouped_for_optimizers():
     assert scales == [0.125, 0.25, 1] and scale[id(model.patch_embed.proj.weight)] == 0.125
 
 
-@pytest.mark.parametrize("name", TINY)
+@EACH
 def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
     settings = dict(img_size=SIDE, depth=2, num_classes=CLASSES)
     torch.manual_seed(0)
@@ -181,7 +168,9 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
     model = timm.create_model(name, device="meta", **settings)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
     model = model.to_empty(device="cpu")
+    model.load_state_dict(started.state_dict())  # the coordinates are in no file of weights
     with torch.no_grad():
+        assert torch.equal(model.eval()(images()), started.eval()(images()))
         for t in (*model.parameters(), *model.buffers()):
             t.fill_(torch.nan if t.is_floating_point() else 1)
     model.init_weights()
@@ -194,17 +183,6 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
                 torch.testing.assert_close(new.std(), p.std(), rtol=0.15, atol=1e-9, msg=n)
                 torch.testing.assert_close(new.mean(), p.mean(), rtol=0.1, atol=0.01, msg=n)
             assert new.isfinite().all()
-
-
-@pytest.mark.parametrize("name", TINY)
-@torch.no_grad()
-def test_weights_are_loaded_after_the_meta_device(name):
-    """Check the coordinates, whose module is a part of the model and of every layer."""
-    settings = dict(img_size=SIDE, depth=2, num_classes=CLASSES)
-    want = timm.create_model(name, **settings).eval()
-    model = timm.create_model(name, device="meta", **settings).to_empty(device="cpu").eval()
-    model.load_state_dict(want.state_dict())
-    assert torch.equal(model(images()), want(images()))
 
 
 @pytest.mark.slow
@@ -246,25 +224,26 @@ def test_softmax_is_timms_own_attention():
     assert arguments["attn_layer"] is timm_layers.Attention and arguments["global_pool"] == "token"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"block": "post_norm"}, "block: timm's VisionTransformer has no place for 'post_norm'"),
-        ({"cls_place": "middle"}, "cls_place: timm's VisionTransformer has no place for 'middle'"),
-        ({"mlp": "none"}, "mlp: timm's VisionTransformer has no place for 'none'"),
-        ({"distilled": True}, "distilled: timm's VisionTransformer has no place for True"),
-        ({"norm": "batchnorm"}, "norm: timm's VisionTransformer has no place for 'batchnorm'"),
-        ({"mixer": "fox"}, "mixer: timm's VisionTransformer has no place for 'fox'"),
-        ({"attention": AttentionConfig(direction="alternating")}, "attention.direction: timm's VisionTransformer has"),
-        (
-            {"mixer": "softmax", "attention": AttentionConfig(rotation="rope")},
-            "attention.rotation: timm's softmax attention has no place for it",
-        ),
-    ],
-)
-def test_what_timm_has_no_place_for_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        configs.arguments(ViTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings}))
+REFUSED = {
+    "block: timm's VisionTransformer has no place for 'post_norm'": {"block": "post_norm"},
+    "cls_place: timm's VisionTransformer has no place for 'middle'": {"cls_place": "middle"},
+    "mlp: timm's VisionTransformer has no place for 'none'": {"mlp": "none"},
+    "distilled: timm's VisionTransformer has no place for True": {"distilled": True},
+    "norm: timm's VisionTransformer has no place for 'batchnorm'": {"norm": "batchnorm"},
+    "mixer: timm's VisionTransformer has no place for 'fox'": {"mixer": "fox"},
+    "attention.direction: timm's VisionTransformer has": {"attention": AttentionConfig(direction="alternating")},
+    "attention.rotation: timm's softmax attention has no place for it": {
+        "mixer": "softmax",
+        "attention": AttentionConfig(rotation="rope"),
+    },
+}
+
+
+def test_what_timm_has_no_place_for_is_refused():
+    for message, settings in REFUSED.items():
+        config = ViTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings})
+        with pytest.raises(ValueError, match=message):
+            configs.arguments(config)
 
 
 def test_wrong_arguments_of_a_model_are_refused():

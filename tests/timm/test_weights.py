@@ -39,32 +39,32 @@ def saved(folder, name, arguments=True, **settings):
     return model, path
 
 
+def go_both_ways(model, path, recipe, folder, *settings):
+    """Check that a run made of weights, and a model of timm made of the run, have the same logits and weights."""
+    assert here("convert", path, ROOT / f"recipes/{recipe}.yaml", folder, *SMALL, *settings) == 0
+    images, again = torch.randn(2, 3, SIDE, SIDE), room.from_run(folder)
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(lion.load(folder, compile=False)(images), expected) and expected.isfinite().all()
+        assert torch.equal(again(images), expected)
+    assert not again.training and again.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_weights_go_both_ways(name, tmp_path):
-    model, path = saved(tmp_path, name)
-    assert here("convert", path, ROOT / f"recipes/{RUNS[name]}.yaml", tmp_path / "run", *SMALL) == 0
-    ours, images = lion.load(tmp_path / "run", compile=False), torch.randn(2, 3, SIDE, SIDE)
-    with torch.no_grad():
-        assert torch.equal(ours(images), model(images))
-    again = room.from_run(tmp_path / "run")
-    assert again.state_dict().keys() == model.state_dict().keys() and not again.training
-    assert all(torch.equal(again.state_dict()[n], value) for n, value in model.state_dict().items())
-    with torch.no_grad():
-        assert torch.equal(again(images), model(images))
+    go_both_ways(*saved(tmp_path, name), RUNS[name], tmp_path / "run")
 
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "rwkv7", "mamba2", "lion_s_hippo"])
 def test_parts_of_published_blocks_go_both_ways(mixer, tmp_path):
     config = ViTConfig(mixer, 192, 2, 3, attention=MIXERS[mixer].layer.Config(block="published"))
     model = LionVisionTransformer(img_size=SIDE, num_classes=CLASSES, **arguments(config))
-    torch.save(randomise(model).state_dict(), path := tmp_path / "weights.pth")
-    settings = [f"model.mixer={mixer}", "model.attention.block=published", *SMALL]
-    assert here("convert", path, ROOT / "recipes/deit_tiny_lion_s.yaml", tmp_path / "run", *settings) == 0
-    again, images = room.from_run(tmp_path / "run"), torch.randn(2, 3, SIDE, SIDE)
-    with torch.no_grad():
-        expected = model(images)
-        assert torch.equal(again(images), expected) and expected.isfinite().all()
-        assert torch.equal(lion.load(tmp_path / "run", compile=False)(images), expected)
+    path = tmp_path / "weights.pth"
+    torch.save(randomise(model).state_dict(), path)
+    settings = [f"model.mixer={mixer}", "model.attention.block=published"]
+    go_both_ways(model, path, "deit_tiny_lion_s", tmp_path / "run", *settings)
 
 
 def test_a_trained_run_in_timm(tmp_path, capsys):
@@ -124,18 +124,17 @@ def test_plain_weights_of_lion_lit_name_their_preset(tmp_path, capsys):
 
 
 def test_weights_that_do_not_fit_a_recipe_are_refused(tmp_path, capsys):
-    def refused(model, recipe, *settings, **changes):
-        path = saved(tmp_path, model, **changes)[1]
-        return refuse(capsys, "convert", path, ROOT / f"recipes/{recipe}.yaml", tmp_path / "run", *SMALL, *settings)
-
     lion_s, lightnet = "vit_lion_s_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"
-    assert "blocks.0.attention.decays.0.a is none there" in refused(lion_s, "deit_tiny_lion_d")
-    assert "attention.decays.1.gate.weight is none there" in refused(lion_s, "deit_tiny_lion_s_multiscan")
-    assert "there is no cls_token: model.cls is False, not True" in refused(lightnet, "deit_tiny_lion_s")
-    line = refused(lion_s, "deit_tiny_lion_s", embed_dim=96)
-    assert "model.dim is 96, not 192; try model.dim=96 model.num_heads=1" in line
-    line = refused("vit_tiny_patch16_224", "deit_tiny_lion_s", attn_layer=room.attention("lion_s"), qk_norm=True)
-    assert "our model has no place for blocks.0.attn.q_norm.weight" in line
+    normed = {"attn_layer": room.attention("lion_s"), "qk_norm": True}
+    for model, changes, recipe, message in (
+        (lion_s, {}, "deit_tiny_lion_d", "blocks.0.attention.decays.0.a is none there"),
+        (lion_s, {}, "deit_tiny_lion_s_multiscan", "attention.decays.1.gate.weight is none there"),
+        (lightnet, {}, "deit_tiny_lion_s", "there is no cls_token: model.cls is False, not True"),
+        (lion_s, {"embed_dim": 96}, "deit_tiny_lion_s", "model.dim is 96, not 192; try model.dim=96 model.num_heads=1"),
+        ("vit_tiny_patch16_224", normed, "deit_tiny_lion_s", "our model has no place for blocks.0.attn.q_norm.weight"),
+    ):
+        path = saved(tmp_path, model, **changes)[1]
+        assert message in refuse(capsys, "convert", path, ROOT / f"recipes/{recipe}.yaml", tmp_path / "run", *SMALL)
     assert not (tmp_path / "run").exists()
 
 

@@ -9,11 +9,19 @@ class Attention(nn.Module):
 
     def __init__(self, dim=8):
         super().__init__()
-        self.qkv, self.proj, self.chunk = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), None
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.chunk = None
 
     def forward(self, x, valid=None, segments=None):
-        x = self.clean(x, valid)
-        return self.proj(self.attend(*self.qkv(x).chunk(3, -1), self.mask(x, valid, segments)))
+        tokens = self.clean(x, valid)
+        q, k, v = self.qkv(tokens).chunk(3, -1)
+        y = self.attend(q, k, v, self.mask(tokens, valid, segments))
+        return self.end(self.proj(y), x)
+
+    def end(self, y, x):
+        """Return the output from the right one, y, and the input x."""
+        return y
 
     def clean(self, x, valid):
         return x if valid is None else x.masked_fill(~valid[..., None], 0)
@@ -30,8 +38,11 @@ class Attention(nn.Module):
         return torch.ones(length, length, dtype=torch.bool).tril()
 
     def attend(self, q, k, v, mask):
-        parts = zip(*(t.split(self.chunk or q.shape[1], 1) for t in (q, mask)))
-        return torch.cat([self.weights(q, k, m) @ v for q, m in parts], 1)
+        size = self.chunk or q.shape[1]
+        outputs = []
+        for queries, seen in zip(q.split(size, 1), mask.split(size, 1)):
+            outputs.append(self.weights(queries, k, seen) @ v)
+        return torch.cat(outputs, 1)
 
     def weights(self, q, k, mask):
         return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
@@ -47,9 +58,11 @@ class Streaming(Attention):
         return self(x), self.qkv(x).chunk(3, -1)[1:]
 
     def step(self, x, state):
-        q, *new = self.qkv(x).chunk(3, -1)
-        k, v = (torch.cat([old, token], 1) for old, token in zip(state, new))
-        return self.proj(self.weights(q, k, torch.ones(1, 1, k.shape[1], dtype=torch.bool)) @ v), (k, v)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k = torch.cat([state[0], k], 1)
+        v = torch.cat([state[1], v], 1)
+        seen = torch.ones(1, 1, k.shape[1], dtype=torch.bool)
+        return self.proj(self.weights(q, k, seen) @ v), (k, v)
 
 
 class PaddingLeak(Attention):
@@ -78,8 +91,7 @@ class FutureLeak(Attention):
 
 
 class TrainingLeak(Streaming):
-    def forward(self, x, valid=None, segments=None):
-        y = super().forward(x, valid, segments)
+    def end(self, y, x):
         return y + 0.1 * x.mean(1, keepdim=True) if self.training else y
 
 
@@ -87,8 +99,9 @@ class BatchLeak(Attention):
     """Rows of a batch mix, unless there are masks."""
 
     def forward(self, x, valid=None, segments=None):
-        mixed = valid is None and segments is None
-        return super().forward(x + 0.1 * (x - x.mean(0)) if mixed else x, valid, segments)
+        if valid is None and segments is None:
+            x = x + 0.1 * (x - x.mean(0))
+        return super().forward(x, valid, segments)
 
 
 class BorderLeak(Attention):
@@ -103,12 +116,15 @@ class FirstRow(Attention):
     """The masks of the first row are those of all rows."""
 
     def mask(self, x, valid, segments):
-        return super().mask(x, *(None if mask is None else mask[:1] for mask in (valid, segments)))
+        if valid is not None:
+            valid = valid[:1]
+        if segments is not None:
+            segments = segments[:1]
+        return super().mask(x, valid, segments)
 
 
 class CompileFault(Attention):
-    def forward(self, x, valid=None, segments=None):
-        y = super().forward(x, valid, segments)
+    def end(self, y, x):
         return 1.01 * y if torch.compiler.is_compiling() else y
 
 
@@ -128,8 +144,8 @@ class ChunkFault(Attention):
 
 
 class LengthFault(Attention):
-    def forward(self, x, valid=None, segments=None):
-        return super().forward(x, valid, segments) / (x.shape[1] != 33)
+    def end(self, y, x):
+        return y / (x.shape[1] != 33)
 
 
 class LongFault(Attention):
@@ -137,9 +153,10 @@ class LongFault(Attention):
 
     longest = 300
 
-    def forward(self, x, valid=None, segments=None):
-        far, self.longest = x.shape[1] > 8 * self.longest, x.shape[1]
-        return super().forward(x, valid, segments) * (1.1 if far else 1)
+    def end(self, y, x):
+        before = self.longest
+        self.longest = x.shape[1]
+        return 1.1 * y if x.shape[1] > 8 * before else y
 
 
 class StrideFault(Attention):
@@ -172,8 +189,7 @@ class OverflowFault(Attention):
 class GradientFault(Attention):
     """Gradients have the wrong sign."""
 
-    def forward(self, x, valid=None, segments=None):
-        y = super().forward(x, valid, segments)
+    def end(self, y, x):
         return 2 * y.detach() - y
 
 

@@ -31,12 +31,17 @@ def test_public_functions_and_methods_are_annotated(module):
         if not (inspect.isfunction(value) or inspect.isclass(value)):
             continue
         top = parsed(value)
-        methods = [m for m in top.body if isinstance(m, ast.FunctionDef)] if isinstance(top, ast.ClassDef) else [top]
-        for method in (m for m in methods if m.name == "__init__" or not m.name.startswith("_")):
+        for method in top.body if isinstance(top, ast.ClassDef) else [top]:
+            if not isinstance(method, ast.FunctionDef) or private(method.name):
+                continue
             args = method.args
-            plain = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+            plain = args.posonlyargs + args.args + args.kwonlyargs
             bare = [a.arg for a in plain if a.annotation is None and a.arg not in ("self", "cls")]
             assert not bare and method.returns is not None, f"{module}.{name}.{method.name}: {bare}"
+
+
+def private(name):
+    return name.startswith("_") and name != "__init__"
 
 
 MYPY = """
@@ -65,6 +70,7 @@ def test_a_type_checker_sees_the_public_interface(tmp_path):
 
 
 def test_one_version_everywhere():
-    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION) and lion.__version__ == VERSION
+    assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
+    assert lion.__version__ == VERSION
     assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +17,8 @@ import torch
 from lion.config import ConfigError
 from lion.ops import linear_attention
 from tests.helpers import ROOT, here, refuse
+from tests.processes import CONTEXT
+from tests.tools.queues import Forked
 from tools import probe, processes
 from tools.bench import lengths, operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
@@ -49,14 +50,16 @@ def measure(**changes) -> tuple[list, list]:
     """Run a job in this process; return its rows and notes."""
     sent = []
     ops.measure(replace(JOB, **changes), sent.append)
-    return [m for m in sent if m["kind"] == "row"], [m for m in sent if m["kind"] == "note"]
+    rows = [message for message in sent if message["kind"] == "row"]
+    notes = [message for message in sent if message["kind"] == "note"]
+    return rows, notes
 
 
 def row(length: int = 64, ratio: float = 2.0, **changes) -> dict:
-    made = {**JOB.about(), "mixer": "lion_s", "form": "chunk", "chunk_size": 8, "length": length, "pass": "forward"}
+    made = JOB.about() | {"mixer": "lion_s", "form": "chunk", "chunk_size": 8, "length": length, "pass": "forward"}
     made |= {"ms": 4 * ratio, "sdpa_ms": 4.0, "ratio": ratio, "rounds": [ratio], "compiled": True, "error": 1e-7}
     made |= {"arithmetic_ms": 2.0, "bytes_ms": 1.0, "floor_ms": 2.0, "peak_bytes": 3 * 2**20, "flops": 1, "bytes": 1}
-    return {**made, "batch": 1, "torch": "2", "date": "2026-01-01T00:00:00", "command": "x", **changes}
+    return made | {"batch": 1, "torch": "2", "date": "2026-01-01T00:00:00", "command": "x"} | changes
 
 
 def sdpa(**changes) -> dict:
@@ -68,12 +71,11 @@ def sdpa(**changes) -> dict:
 def test_every_mixer_is_verified_and_measured(mixer):
     rows, notes = measure(mixer=mixer, forms=("full", "chunk"), passes=("both",), rounds=1)
     assert not notes
-    assert [(r["mixer"], r["form"], r["chunk_size"]) for r in rows] == [
-        ("sdpa", "sdpa", None),
-        (mixer, "full", None),
-        (mixer, "chunk", 8),
-    ]
-    assert all(r["error"] <= ops.TOLERANCE for r in rows[1:])
+    first, *own = rows
+    assert (first["mixer"], first["form"], first["chunk_size"]) == ("sdpa", "sdpa", None)
+    assert [(r["mixer"], r["form"], r["chunk_size"]) for r in own] == [(mixer, "full", None), (mixer, "chunk", 8)]
+    for each in own:
+        assert each["error"] <= ops.TOLERANCE
 
 
 @pytest.mark.parametrize("mixer", ["lion_s", "deltanet", "lion_s_multiscan", "lightnet_forward"])
@@ -115,7 +117,9 @@ def test_rows_hold_time_ratio_floor_and_memory():
     assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference only
     assert [r["chunk_size"] for r in rows if r["form"] == "rnn"] == [8, 16]
     for r in rows:
-        assert r["batch"] == 2 and len(r["rounds"]) == 2 and r["ms"] > 0 and not r["compiled"]
+        assert r["batch"] == len(r["rounds"]) == 2
+        assert r["ms"] > 0
+        assert not r["compiled"]
         assert r["floor_ms"] == max(r["arithmetic_ms"], r["bytes_ms"]) > 0
         assert r["peak_bytes"] is None or r["peak_bytes"] >= 0
         assert r["ratio"] == pytest.approx(1) or r["form"] != "sdpa"
@@ -129,19 +133,26 @@ def test_rows_say_what_measured_them():
     assert made["command"] == "./run.sh bench ops --out reports 'data.path=some text' 'x: [a, b]'"
 
 
+def inputs(mixer, tokens=24, heads=1, dtype=torch.float32):
+    return OPERATORS[mixer].inputs(2, 8, heads, tokens, torch.device("cpu"), dtype)
+
+
 def test_inputs_are_what_the_layer_hands_over():
-    cpu = torch.device("cpu")
-    tensors, fixed = OPERATORS["rwkv6"].inputs(2, 8, 2, 24, cpu, torch.bfloat16)
-    assert tensors["q"].dtype == torch.bfloat16 and tensors["log_decay"].dtype == torch.float32
-    assert tensors["bonus"].shape == (2, 8) and fixed["decay_convention"] == "between" and "beta" not in fixed
-    assert all(t.is_leaf and t.is_contiguous() and t.requires_grad for t in tensors.values())
-    turned, _ = OPERATORS["retnet"].inputs(2, 8, 1, 24, cpu, torch.float32)
+    tensors, fixed = inputs("rwkv6", heads=2, dtype=torch.bfloat16)
+    assert (tensors["q"].dtype, tensors["log_decay"].dtype) == (torch.bfloat16, torch.float32)
+    assert tensors["bonus"].shape == (2, 8)
+    assert fixed["decay_convention"] == "between"
+    assert "beta" not in fixed
+    for t in tensors.values():
+        assert t.is_leaf and t.is_contiguous() and t.requires_grad
+    turned, _ = inputs("retnet")
     assert not turned["angles"].requires_grad  # positions are not learned
-    assert OPERATORS["deltanet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]["beta"].shape == (1, 2, 24)
-    assert set(OPERATORS["lightnet"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # no decay
-    assert set(OPERATORS["lightnet_forward"].inputs(2, 8, 1, 24, cpu, torch.float32)[0]) == {"q", "k", "v"}  # from k
-    _, fixed = OPERATORS["lion_s_multiscan"].inputs(2, 8, 1, 26, cpu, torch.float32)
-    assert fixed["orders"].shape == (2, 26) and (fixed["orders"][:, 0] == 0).all()  # a class token and 5 x 5 patches
+    assert inputs("deltanet")[0]["beta"].shape == (1, 2, 24)
+    for mixer in ("lightnet", "lightnet_forward"):  # decays come from k
+        assert set(inputs(mixer)[0]) == {"q", "k", "v"}
+    orders = inputs("lion_s_multiscan", tokens=26)[1]["orders"]
+    assert orders.shape == (2, 26)
+    assert (orders[:, 0] == 0).all()  # a class token and 5 x 5 patches
 
 
 @pytest.mark.parametrize("wrong", [1 + 1e-4, math.nan])
@@ -151,19 +162,23 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
         return linear_attention(*args, **kwargs) * (wrong if kwargs["settings"].form == "chunk" else 1)
 
     monkeypatch.setattr(operators, "linear_attention", off)
-    rows, (note,) = measure(passes=("forward",))
+    rows, (note,) = measure(passes=("forward",), rounds=1)
     assert {r["form"] for r in rows} == {"sdpa", "full", "rnn"}
-    assert note["failed"] and "lion_s chunk 8: off by" in note["text"]
+    assert note["failed"]
+    assert "lion_s chunk 8: off by" in note["text"]
 
 
 @pytest.mark.slow
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
-    rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",))
-    assert [r["form"] for r in rows] == ["sdpa", "chunk"] and "more than is free" in note["text"]
-    assert not note["failed"] and note["length"] == 24
-    rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",))
-    assert len(rows) == 2 and not notes  # the product without decay has no L x L matrix
+    rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",), rounds=1)
+    assert [r["form"] for r in rows] == ["sdpa", "chunk"]
+    assert "more than is free" in note["text"]
+    assert not note["failed"]
+    assert note["length"] == 24
+    rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",), rounds=1)
+    assert len(rows) == 2  # the product without decay has no L x L matrix
+    assert not notes
 
 
 def test_the_image_of_the_readme(tmp_path, capsys):
@@ -211,65 +226,87 @@ def test_the_papers_flops():
     assert published_flops(10_000, 384)[0] > published_flops(10_000, 384)[1], "for long sequences, the RNN takes less"
 
 
-def test_crossover():
-    assert crossing([(100, 4.0), (400, 0.25)])["tokens"] == pytest.approx(200)
-    assert crossing([(100, 4.0), (400, 0.25)])["text"] == "200"
-    assert crossing([(100, 0.5), (1600, 2.0)])["text"] == "400 (slower above)"
-    assert crossing([(100, 0.5), (400, 0.2)]) == {"tokens": None, "text": "< 100"}
-    assert crossing([(100, 2.0), (4000, 1.5)]) == {"tokens": None, "text": "> 4,000"}
-    assert crossing([(100, 1.0), (200, 0.5)])["tokens"] == pytest.approx(100)
+@pytest.mark.parametrize(
+    ("first", "second", "tokens", "text"),
+    [
+        ((100, 4.0), (400, 0.25), 200, "200"),
+        ((100, 0.5), (1600, 2.0), 400, "400 (slower above)"),
+        ((100, 0.5), (400, 0.2), None, "< 100"),
+        ((100, 2.0), (4000, 1.5), None, "> 4,000"),
+        ((100, 1.0), (200, 0.5), 100, "100"),
+    ],
+)
+def test_crossing(first, second, tokens, text):
+    found = crossing([first, second])
+    assert found["tokens"] == (tokens and pytest.approx(tokens))
+    assert found["text"] == text
+
+
+def test_crossovers_are_of_a_mixer_and_a_pass():
     (found,) = crossovers([row(400, 0.25), sdpa(), row(100, 4.0)])
-    assert found["mixer"] == "lion_s" and found["pass"] == "forward" and found["text"] == "200"
+    assert (found["mixer"], found["pass"], found["text"]) == ("lion_s", "forward", "200")
+
+
+def report_of(folder, rows) -> Report:
+    report = Report(folder)
+    report.add(JOB.about() | RATES, "rates")
+    for each in rows:
+        report.add(each)
+    return report
 
 
 def test_reports_are_merged_by_key(tmp_path):
-    first = Report(tmp_path)
-    first.add({**JOB.about(), **RATES}, "rates")
-    for r in (row(), row(128), sdpa(), row(chunk_size=16)):
-        first.add(r)
+    first = report_of(tmp_path, (row(), row(128), sdpa(), row(chunk_size=16)))
     first.add(ops.note(JOB, "not today", False, probe.Variant("full"), length=64, **{"pass": "forward"}), "notes")
     first.add(ops.note(JOB, "its process ended", True), "notes")
     first.write()
-    again, other = (Report(tmp_path).load() for _ in range(2))
-    assert len(again.rows) == 4 and not again.new and "not today" in again.markdown()
-    again.add(row(ratio=3.0))
-    again.add(row(form="full", chunk_size=None))
-    again.add(row(dtype="bfloat16"))
+    again = Report(tmp_path).load()
+    other = Report(tmp_path).load()
+    assert len(again.rows) == 4
+    assert not again.new
+    assert "not today" in again.markdown()
+    for each in (row(ratio=3.0), row(form="full", chunk_size=None), row(dtype="bfloat16")):
+        again.add(each)
     again.write()
     held = json.loads((tmp_path / "ops.json").read_text())
-    assert held["schema"] == SCHEMA and len(held["rows"]) == 6 and not held["notes"]
+    assert held["schema"] == SCHEMA
+    assert len(held["rows"]) == 6
+    assert not held["notes"]
     assert [r["ratio"] for r in held["rows"] if again.key_of(r) == again.key_of(row())] == [3.0]
     assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
     other.add(row(256))
     other.write()  # with the rows that were written after it was read
-    assert len(Report(tmp_path).load().rows) == 7 and not other.notes
+    assert len(Report(tmp_path).load().rows) == 7
+    assert not other.notes
     assert not Report(tmp_path).load(fresh=True).rows
 
 
 def test_markdown_and_table(tmp_path):
-    report = Report(tmp_path)
-    report.add({**JOB.about(), **RATES}, "rates")
-    for r in (row(128, 0.5), row(), sdpa(), row(**{"pass": "both"}, compiled=False, peak_bytes=None)):
-        report.add(r)
+    both = row(**{"pass": "both"}, compiled=False, peak_bytes=None)
+    report = report_of(tmp_path, (row(128, 0.5), row(), sdpa(), both))
     text = report.markdown()
-    assert "float32, 2 heads of 8, about 48 tokens a batch, or one sequence, without torch.compile" in text
-    assert "1 GFLOP/s in a large product, 1.0 GB/s in a large copy" in text
-    assert "| 64 | SDPA |  | 4.00 | 1.00 | 2.00 | 1.00 | 2.0 | 3.00 |  |" in text
-    assert "| 64 | lion_s | chunk 8 | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | 3.00 | 1e-07 |" in text
-    assert "| 64 | lion_s | chunk 8* | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | - | 1e-07 |" in text
+    for words in (
+        "float32, 2 heads of 8, about 48 tokens a batch, or one sequence, without torch.compile",
+        "1 GFLOP/s in a large product, 1.0 GB/s in a large copy",
+        "| 64 | SDPA |  | 4.00 | 1.00 | 2.00 | 1.00 | 2.0 | 3.00 |  |",
+        "| 64 | lion_s | chunk 8 | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | 3.00 | 1e-07 |",
+        "| 64 | lion_s | chunk 8* | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | - | 1e-07 |",
+        "| lion_s | chunk 8 | 91 | > 64 |",
+    ):
+        assert words in text, words
     assert text.index("### Forward\n") < text.index("### Forward and backward") < text.index("### Crossover")
-    assert "| lion_s | chunk 8 | 91 | > 64 |" in text
-    assert "Crossover with SDPA" in report.terminal() and "chunk 8*" in report.terminal()
+    assert "Crossover with SDPA" in report.terminal()
+    assert "chunk 8*" in report.terminal()
 
 
 def test_images_need_matplotlib(tmp_path, monkeypatch):
-    report = Report(tmp_path)
-    for r in (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None)):
-        report.add(r)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.draw_widest() is None and not (tmp_path / "ops.png").exists()
-    assert "no plot, because matplotlib is missing" in report.files_and(None)
-    monkeypatch.undo()
+    rows = (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None))
+    report = report_of(tmp_path, rows)
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib.figure", None)
+        assert report.draw_widest() is None
+        assert not (tmp_path / "ops.png").exists()
+        assert "no plot, because matplotlib is missing" in report.files_and(None)
     pytest.importorskip("matplotlib")
     assert report.draw_widest() == tmp_path / "ops.png"
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
@@ -277,18 +314,19 @@ def test_images_need_matplotlib(tmp_path, monkeypatch):
 
 def test_bad_input(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
+    call = ("bench", "ops", "--eager", "--out")
     assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
     assert "--mixer: invalid choice: 'lion', did you mean 'lion_" in refuse(capsys, "bench", "ops", "--mixer", "lion")
     out.write_text("")
-    assert "is not a folder" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
+    assert "is not a folder" in refuse(capsys, *call, out / "deeper")
     out.unlink()
     out.mkdir()
     with monkeypatch.context() as patched:  # this process may be root's, who can write anywhere
         patched.setattr("os.access", lambda place, mode: place != out)
-        assert f"{out} cannot be written to" in refuse(capsys, "bench", "ops", "--eager", "--out", out / "deeper")
+        assert f"{out} cannot be written to" in refuse(capsys, *call, out / "deeper")
     for text in ("{", "[]", '{"schema": 1}', '{"schema": 1, "rows": [{}], "notes": [], "rates": []}'):
         (out / "ops.json").write_text(text)
-        assert "not a report of this command" in refuse(capsys, "bench", "ops", "--eager", "--out", out)
+        assert "not a report of this command" in refuse(capsys, *call, out)
     (out / "ops.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigError, match="schema 0"):
         Report(out).load()
@@ -302,12 +340,14 @@ def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_rates", lambda *args: RATES)
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: measure(job, receive))
     for mixer in ("lion_d", "lion_lit"):
-        assert ops.main([*SMALL, "2", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
+        assert ops.main([*SMALL, "1", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
         out, err = capsys.readouterr()
-        assert "1 GFLOP/s" in out and "Crossover" in out and f"[1/1] {mixer}" in err
-    held = json.loads((tmp_path / "ops.json").read_text())
-    assert {r["mixer"] for r in held["rows"]} == {"lion_d", "lion_lit", "sdpa"}
-    assert len(held["rows"]) == 2 * (1 + 2 * 2)
+        assert "1 GFLOP/s" in out
+        assert "Crossover" in out
+        assert f"[1/1] {mixer}" in err
+    rows = json.loads((tmp_path / "ops.json").read_text())["rows"]
+    assert {r["mixer"] for r in rows} == {"lion_d", "lion_lit", "sdpa"}
+    assert len(rows) == 2 * (1 + 2 * 2)
     assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
     monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: "died")
     assert ops.main([*SMALL, "2", "--out", str(tmp_path / "none")]) == 1
@@ -343,24 +383,19 @@ def test_ctrl_c_while_a_process_starts_is_not_lost(ctrl_c, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_sigterm_keeps_what_was_measured(tmp_path):
-    command = [sys.executable, "-m", "tools", "bench", "ops", *SMALL, "1000000", "--seconds", "2", "--mixer", "all"]
-    run = subprocess.Popen(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    end = time.monotonic() + 150
+    run = Forked("bench", "ops", *SMALL, "1000000", "--seconds", "1", "--mixer", "all", "--out", tmp_path)
+    end = time.monotonic() + 300
     while not (tmp_path / "ops.json").exists() and time.monotonic() < end and run.poll() is None:
         time.sleep(0.2)
-    run.send_signal(signal.SIGTERM)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 130 and err.endswith("interrupted\n") and "Traceback" not in err
-    assert json.loads((tmp_path / "ops.json").read_text())["rows"] and "lion_lit" in out
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_or_raises_is_one_line():
-    assert processes.in_a_process(die, JOB, print) == "its process ended with exit code 3"
-    assert processes.in_a_process(fail, JOB, print) == "no such thing"
+    os.kill(run.pid, signal.SIGTERM)
+    done = run.wait(60)
+    assert done.returncode == 130
+    assert done.stderr.endswith("interrupted\n")
+    assert "Traceback" not in done.stderr
+    assert "lion_lit" in done.stdout
+    assert json.loads((tmp_path / "ops.json").read_text())["rows"]
 
 
 def die(job, send):
@@ -369,3 +404,11 @@ def die(job, send):
 
 def fail(job, send):
     raise RuntimeError("no such thing\nand more")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("work", "said"), [(die, "its process ended with exit code 3"), (fail, "no such thing")])
+def test_a_process_that_dies_or_raises_is_one_line(work, said, monkeypatch):
+    monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: CONTEXT)
+    assert processes.in_a_process(work, JOB, print) == said

@@ -28,12 +28,15 @@ def test_every_mode_at_every_length(measured):
     found = sorted((r["batch"], r["length"], r["mixer"], r["mode"]) for r in rows)
     assert found == sorted((2, n, *mode) for n in (20, 80) for mode in modes)
     for row in rows:
-        assert row["ms"] > 0 and row["vocabulary"] == 65 and row["shape"] == "dim 128, depth 4, 4 heads"
+        assert row["ms"] > 0
+        assert row["vocabulary"] == 65
+        assert row["shape"] == "dim 128, depth 4, 4 heads"
         assert row["growth"] == 1 if row["length"] == 20 else row["growth"] > 0
         assert (row["ratio"] == 1) == (row["mode"] == "kv")
-    apart = [{**rows[0], "length": 80, "shortest": 80, "growth": 1.0}, *(r for r in rows if r["length"] == 20)]
+    alone = rows[0] | {"length": 80, "shortest": 80, "growth": 1.0}
+    _, cells = generate.tabled([alone, *(row for row in rows if row["length"] == 20)])
     column = generate.HEADER.index("x shortest")
-    assert {(cells[1], cells[column]) for cells in generate.tabled(apart)[1]} == {("20", "1.00"), ("80", "-")}
+    assert {(cell[1], cell[column]) for cell in cells} == {("20", "1.00"), ("80", "-")}
 
 
 def test_bytes_of_states(measured):
@@ -42,37 +45,40 @@ def test_bytes_of_states(measured):
     A cache holds keys, values and a mask of every token; a recurrent state holds a matrix and a vector per head.
     """
     for row in measured[0]:
-        batch, room = row["batch"], row["length"] + generate.FREE_SLOTS
+        length = row["length"]
+        room = length + generate.FREE_SLOTS
         expected = {
-            "attention": 8 * row["length"],
-            "kv": 4 * (2 * 4 * 128 * room + row["length"]) + 8,
+            "attention": 8 * length,
+            "kv": 4 * (2 * 4 * 128 * room + length) + 8,
             "rnn": 4 * (4 * (4 * 32 * 32 + 128) + 8) + 8,
         }
-        assert row["state_bytes"] == batch * expected[row["mode"]]
+        assert row["state_bytes"] == row["batch"] * expected[row["mode"]]
         assert row["peak_bytes"] > 0
 
 
 def test_the_report(measured):
     rows, out = measured
     text = (out / "generate.md").read_text()
-    assert "dim 128, depth 4, 4 heads, vocabulary 65" in text and "| 2 | 80 | lion_s | rnn |" in text
-    line = next(line for line in text.splitlines() if line.startswith("| 2 | 80 | lion_s | rnn |")).split(" | ")
+    assert "dim 128, depth 4, 4 heads, vocabulary 65" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| 2 | 80 | lion_s | rnn |"))
     state = {r["mode"]: r["state_bytes"] for r in rows if r["length"] == 80}
-    assert line[8] == generate.digits(state["kv"] / state["rnn"])
-    fox = [{**r, "mixer": "fox", "state_bytes": 1} for r in rows if r["mode"] == "kv"]  # a cache, not of softmax
-    assert set(map(tuple, generate.tabled(rows)[1])) <= set(map(tuple, generate.tabled([*rows, *fox])[1]))
+    assert line.split(" | ")[8] == generate.digits(state["kv"] / state["rnn"])
+    fox = [r | {"mixer": "fox", "state_bytes": 1} for r in rows if r["mode"] == "kv"]  # a cache, not of softmax
+    cells = generate.tabled([*rows, *fox])[1]
+    for row in generate.tabled(rows)[1]:
+        assert row in cells
     pytest.importorskip("matplotlib")
     assert (out / "generate.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
-def test_what_is_timed_is_what_generation_does(mixer):
+@pytest.mark.parametrize(("mixer", "mode"), [(SOFTMAX, "kv"), ("lion_s", "rnn")])
+def test_what_is_timed_is_what_generation_does(mixer, mode):
     task, config = generate.models([f"shakespeare_char_{mixer}"])[mixer]
     torch.manual_seed(0)
     model = task.build_model(config).double().eval()
     tokens = torch.randint(65, (1, 21))
     job = generate.Job((), (8, 20), (), 2, 1, 1, 1, True, "")
-    text = Continuation.of(model, "kv" if mixer == SOFTMAX else "rnn", [tokens[0, :20].tolist()] * 2)
+    text = Continuation.of(model, mode, [tokens[0, :20].tolist()] * 2)
     text.append(tokens[:, 20].expand(2))
     state = generate.states_of(model, tokens[:, :20], job)[20]
     for _ in range(2):  # repeated calls give the same logits
@@ -83,10 +89,16 @@ def test_what_is_timed_is_what_generation_does(mixer):
 
 
 def test_what_cannot_be_measured(capsys):
-    line = refuse(capsys, "bench", "generate", "shakespeare_char_lion_s", "gpt2_small_lion_s", "--eager")
-    assert "dim 768, depth 12, 12 heads, vocabulary 50,257; shakespeare_char_lion_s has dim 128" in line
-    line = refuse(capsys, "bench", "generate", *["shakespeare_char_lion_s"] * 2, "--eager")
-    assert "shakespeare_char_lion_s: a second lion_s; omit one" in line
-    line = refuse(capsys, "bench", "generate", "shakespeare_char_lion", "--eager")
-    assert "'shakespeare_char_lion'" in line and "no recipe of that name either" in line
-    assert "does not generate text" in refuse(capsys, "bench", "generate", "quickstart", "--eager")
+    known = "shakespeare_char_lion_s"
+    for recipes, messages in (
+        (
+            [known, "gpt2_small_lion_s"],
+            ["dim 768, depth 12, 12 heads, vocabulary 50,257; shakespeare_char_lion_s has dim 128"],
+        ),
+        ([known, known], ["shakespeare_char_lion_s: a second lion_s; omit one"]),
+        (["shakespeare_char_lion"], ["'shakespeare_char_lion'", "no recipe of that name either"]),
+        (["quickstart"], ["does not generate text"]),
+    ):
+        line = refuse(capsys, "bench", "generate", *recipes, "--eager")
+        for message in messages:
+            assert message in line

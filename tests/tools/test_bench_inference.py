@@ -19,6 +19,9 @@ from tools.bench.blockwise import mix_blockwise
 from tools.image_sources import drawn
 from tools.probe import Variant
 
+SOFTMAX, FULL = Variant("softmax"), Variant("full")
+JOB = {"batch": 2, "rounds": 1, "seconds": 60, "threads": 1, "eager": True, "samples": None, "against": None}
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -29,113 +32,121 @@ def run(tmp_path_factory):
 
 
 def measured(run, *variants, sizes=(8, 16), **changes):
-    """Measure variants, eager; return their rows and notes."""
+    """Measure variants of a run, or of a recipe with random weights; return their rows and notes."""
     sent = []
     for size in sizes:
-        given = dict(variants=variants, size=size, batch=2, rounds=1, seconds=60, threads=1, eager=True, samples=None)
-        given |= {"against": None}
-        inference.measure(inference.Job(run=str(run), command="x", **{**given, **changes}), sent.append)
-    rows = [m for m in sent if m["kind"] == "row"]
-    return rows, [m["text"] for m in sent if m["kind"] == "note" and "warming up" not in m["text"]]
+        job = inference.Job(run=str(run), command="x", variants=variants, size=size, **JOB | changes)
+        inference.measure(job, sent.append)
+    rows = [message for message in sent if message["kind"] == "row"]
+    notes = [message["text"] for message in sent if message["kind"] == "note"]
+    return rows, [text for text in notes if "warming up" not in text]
+
+
+def output(loaded, variant, images):
+    """Return the output of a variant for square images."""
+    _, model = inference.build(loaded, images.shape[-1], variant)
+    with torch.inference_mode():
+        return model(images)
 
 
 def test_a_model_at_another_size_keeps_its_weights(run):
-    loaded, full = open_run(run), Variant("full")
-    _, same = inference.build(loaded, 8, full)
+    loaded = open_run(run)
     images = torch.randn(2, 1, 8, 8)
     with torch.inference_mode():
-        torch.testing.assert_close(same(images), loaded.model(images), rtol=0, atol=0)
-    task, larger = inference.build(loaded, 24, full)
-    assert (
-        larger.patches == (6, 6) and task.info.size == (24, 24) and larger(torch.randn(1, 1, 24, 24)).shape == (1, 10)
-    )
-    own, grown = loaded.model.state_dict(), larger.state_dict()
-    assert all(torch.equal(own[name], grown[name]) for name in own if name != "position")
+        expected = loaded.model(images)
+    torch.testing.assert_close(output(loaded, FULL, images), expected, rtol=0, atol=0)
+    task, larger = inference.build(loaded, 24, FULL)
+    assert larger.patches == (6, 6)
+    assert task.info.size == (24, 24)
+    assert larger(torch.randn(1, 1, 24, 24)).shape == (1, 10)
+    grown = larger.state_dict()
+    for name, value in loaded.model.state_dict().items():
+        assert name == "position" or torch.equal(value, grown[name]), name
     assert grown["position"].shape == (1, 37, 16)
-    assert inference.build(loaded, 8, Variant("softmax"))[1].config.readout == "cls"
+    assert inference.build(loaded, 8, SOFTMAX)[1].config.readout == "cls"
 
 
-@pytest.mark.parametrize(
-    "variant", [Variant("softmax"), Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)]
-)
-def test_rows_of_inference(run, variant):
-    rows, notes = measured(run, Variant("softmax"), variant)
-    rows = [r for r in rows if r["form"] == variant.form]
-    assert all((r["ratio"] == 1) == (variant.form == "softmax") and r["ratio"] > 0 for r in rows)
-    assert not notes and [r["size"] for r in rows] == [8, 16] and [r["tokens"] for r in rows] == [5, 17]
-    assert all(r["ms"] > 0 and r["matrix_bytes"] == 4 * 2 * 2 * r["tokens"] ** 2 for r in rows)
-    assert all(r["mixer"] == ("softmax" if variant.form == "softmax" else "lion_s") for r in rows)
+VARIANTS = (FULL, Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8))
+
+
+def test_rows_of_inference(run):
+    rows, notes = measured(run, SOFTMAX, *VARIANTS)
+    assert not notes
+    forms = ["softmax", "full", "chunk", "rnn", "blockwise"]
+    assert [(r["form"], r["size"], r["tokens"]) for r in rows] == [
+        (form, size, tokens) for size, tokens in ((8, 5), (16, 17)) for form in forms
+    ]
+    for r in rows:
+        softmax = r["form"] == "softmax"
+        assert (r["ratio"] == 1) == softmax
+        assert r["ratio"] > 0
+        assert r["ms"] > 0
+        assert r["matrix_bytes"] == 4 * 2 * 2 * r["tokens"] ** 2
+        assert r["mixer"] == ("softmax" if softmax else "lion_s")
 
 
 def test_every_variant_is_the_same_function(run):
     loaded = open_run(run)
-    images, found = torch.randn(2, 1, 16, 16), {}
-    for variant in (Variant("full"), Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8)):
-        _, model = inference.build(loaded, 16, variant)
-        with torch.inference_mode():
-            found[variant] = model(images)
-    for logits in found.values():
-        torch.testing.assert_close(logits, found[Variant("full")])
+    images = torch.randn(2, 1, 16, 16)
+    expected = output(loaded, FULL, images)
+    for variant in VARIANTS:
+        torch.testing.assert_close(output(loaded, variant, images), expected)
 
 
 def test_what_blockwise_cannot_measure(tmp_path):
-    here("train", tiny_recipe(tmp_path, model={"mixer": "gla"}), "--no-eval")
-    rows, (note,) = measured(tmp_path / "runs" / "tiny", Variant("blockwise", 8), sizes=(8,))
-    assert not rows and "blockwise 8: blockwise_attention: takes neither the delta rule nor decays" in note
+    recipe = tiny_recipe(tmp_path, model={"mixer": "gla"})
+    rows, (note,) = measured(recipe, Variant("blockwise", 8), sizes=(8,))
+    assert not rows
+    assert "blockwise 8: blockwise_attention: takes neither the delta rule nor decays" in note
     for layer in (LionAttention(8, 2, "lightnet"), LionAttention(8, 2, "lion_s", scans=("row_snake", "column_snake"))):
         with pytest.raises(ValueError, match="only for one scan"):
             mix_blockwise(layer, *[torch.zeros(1)] * 4, Layout())
 
 
 def test_only_the_forms_of_the_mixer_are_measured(tmp_path):
-    model = {"mixer": "vim", "mlp": "none", "cls_place": "middle"}
-    assert here("train", tiny_recipe(tmp_path, model=model), "--no-eval") == 0
-    run = tmp_path / "runs" / "tiny"
-    found = inference.variants(open_run(run), list(inference.FORMS), [4])
-    assert found == [Variant("softmax"), Variant("chunk", 4), Variant("rnn", 4)]
-    rows, notes = measured(run, *found)
-    assert [(r["form"], r["size"]) for r in rows] == [(v.form, size) for size in (8, 16) for v in found] and not notes
-    assert [inference.mega_flops(row) == "-" for row in rows[:3]] == [
-        False,
-        True,
-        True,
-    ]  # the formulas are of attention
+    recipe = tiny_recipe(tmp_path, model={"mixer": "vim", "mlp": "none", "cls_place": "middle"})
+    found = inference.variants(inference.open_model(str(recipe)), list(inference.FORMS), [4])
+    assert found == [SOFTMAX, Variant("chunk", 4), Variant("rnn", 4)]
+    rows, notes = measured(recipe, *found)
+    assert not notes
+    assert [(r["form"], r["size"]) for r in rows] == [(v.form, size) for size in (8, 16) for v in found]
+    shown = [inference.mega_flops(row) == "-" for row in rows[:3]]
+    assert shown == [False, True, True]  # the formulas are of attention
 
 
 def test_lion_lit_under_decays_of_one(tmp_path):
-    here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
-    loaded = open_run(tmp_path / "runs" / "tiny")
-    assert inference.variants(loaded, ["full"], [8]) == [Variant(f) for f in ("softmax", "full", "quadratic")]
-    images, found, shapes = torch.randn(2, 1, 24, 24), [], []
-    for variant in (Variant("full"), Variant("quadratic")):
+    loaded = inference.open_model(str(tiny_recipe(tmp_path, model={"mixer": "lion_lit"})))
+    full, quadratic = FULL, Variant("quadratic")
+    assert inference.variants(loaded, ["full"], [8]) == [SOFTMAX, full, quadratic]
+
+    def log_decay(variant):
         _, model = inference.build(loaded, 24, variant)
-        (layer, *_) = (m for m in model.modules() if isinstance(m, Attention))
+        layer = next(module for module in model.modules() if isinstance(module, Attention))
         x = torch.randn(2, 37, 16)
-        shapes.append(layer.arguments(x, *layer.heads(x), Layout())["gates"].log_decay)
-        with torch.inference_mode():
-            found.append(model(images))
-    assert shapes[0] is None and shapes[1].shape == (2,) and (shapes[1].exp() == 1).all()
-    torch.testing.assert_close(*found)
+        return layer.arguments(x, *layer.heads(x), Layout())["gates"].log_decay
+
+    assert log_decay(full) is None
+    assert log_decay(quadratic).shape == (2,)
+    assert (log_decay(quadratic).exp() == 1).all()
+    images = torch.randn(2, 1, 24, 24)
+    torch.testing.assert_close(output(loaded, full, images), output(loaded, quadratic, images))
 
 
 @pytest.mark.parametrize("mixer", [name for name, entry in LINEAR.items() if entry.decay is None])
 def test_every_variant_of_a_mixer_without_decay_is_the_model(mixer, tmp_path):
     loaded = inference.open_model(str(tiny_recipe(tmp_path, model={"mixer": mixer})))
-    images, found = torch.randn(2, 1, 8, 8), {}
-    for variant in inference.variants(loaded, ["full", "chunk"], [8])[1:]:
-        _, model = inference.build(loaded, 8, variant)
-        with torch.inference_mode():
-            found[variant.form] = model(images)
-    assert ("quadratic" in found) == (mixer != "performer")  # Lion-D has no random features
-    for form, values in found.items():
-        torch.testing.assert_close(values, found["full"], msg=form)
+    variants = inference.variants(loaded, ["full", "chunk"], [8])[1:]
+    assert (Variant("quadratic") in variants) == (mixer != "performer")  # Lion-D has no random features
+    images = torch.randn(2, 1, 8, 8)
+    expected = output(loaded, FULL, images)
+    for variant in variants:
+        torch.testing.assert_close(output(loaded, variant, images), expected, msg=variant.form)
 
 
 @pytest.mark.parametrize("form", ("full", "quadratic"))
 def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
     """Check that a model with any other missing weight is refused."""
-    here("train", tiny_recipe(tmp_path, model={"mixer": "lion_lit"}), "--no-eval")
-    loaded = open_run(tmp_path / "runs" / "tiny")
+    loaded = inference.open_model(str(tiny_recipe(tmp_path, model={"mixer": "lion_lit"})))
 
     def less(self, weights, source):
         return {name: value for name, value in weights.items() if name != "head.bias"}
@@ -148,56 +159,66 @@ def test_only_decays_are_filled_in(form, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_mixer_memory_counts_the_scores(run):
     """Check the memory of the mixing: L x L scores in full, and none in rnn."""
-    rows = {v.form: measured(run, v, sizes=(192,), batch=1)[0][0] for v in (Variant("full"), Variant("rnn", 64))}
-    assert rows["full"]["tokens"] == 48 * 48 + 1
-    if rows["full"]["mixer_bytes"] is not None:
-        assert rows["full"]["mixer_bytes"] > rows["full"]["matrix_bytes"]
-        assert rows["rnn"]["mixer_bytes"] < rows["full"]["matrix_bytes"] / 10
+    full, rnn = measured(run, FULL, Variant("rnn", 64), sizes=(128,), batch=1)[0]
+    assert full["tokens"] == 32 * 32 + 1
+    if full["mixer_bytes"] is not None:
+        assert full["mixer_bytes"] > full["matrix_bytes"]
+        assert rnn["mixer_bytes"] < full["matrix_bytes"] / 10
 
 
 def test_no_memory_is_a_note(run, monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
-    rows, notes = measured(run, Variant("full"))
-    assert not rows and len(notes) == 2 and "do not fit in memory" in notes[0]
-    assert len(measured(run, Variant("softmax"))[0]) == 2
+    rows, notes = measured(run, SOFTMAX, FULL)
+    assert [row["form"] for row in rows] == ["softmax"] * 2
+    assert len(notes) == 2
+    assert "do not fit in memory" in notes[0]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+
+
+def rows_of(folder):
+    return json.loads((folder / "inference.json").read_text())["rows"]
 
 
 @pytest.mark.slow
-def test_the_inference_command(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+def test_the_inference_command(run, tmp_path, in_this_process, capsys):
     command = ["bench", "inference", run, "--sizes", "16,8", "--rounds", "1", "--out", tmp_path, "--eager"]
     command += ["--chunk-size", "4"]
     assert here(*command, "--form", "full", "chunk") == 0
     out, err = capsys.readouterr()
     assert "profiler" not in err
-    assert "chunk 4" in out and "softmax" in out
+    assert "chunk 4" in out
+    assert "softmax" in out
     assert here(*command, "--form", "rnn") == 0
-    held = json.loads((tmp_path / "inference.json").read_text())["rows"]
-    assert {(r["form"], r["size"]) for r in held} == {
-        (f, s) for f in ("softmax", "full", "chunk", "rnn") for s in (8, 16)
-    }
+    expected = {(form, size) for form in ("softmax", "full", "chunk", "rnn") for size in (8, 16)}
+    assert {(row["form"], row["size"]) for row in rows_of(tmp_path)} == expected
     other = tiny_recipe(tmp_path, "other", model={"mixer": "softmax", "depth": 1})
     assert here(*command, "--form", "rnn", "--against", other) == 0  # a table of its own
     text = (tmp_path / "inference.md").read_text()
-    assert text.count("\n## ") == 2 and "; softmax is other\n" in text
-    assert "| 16 | 17 | rnn 4 |" in text and "](inference_tiny.png)" in text
+    assert text.count("\n## ") == 2
+    for words in ("; softmax is other\n", "| 16 | 17 | rnn 4 |", "](inference_tiny.png)"):
+        assert words in text, words
     pytest.importorskip("matplotlib")
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_recipe_has_random_weights_without_its_data(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+def test_a_recipe_has_random_weights_without_its_data(tmp_path, in_this_process, capsys):
     recipe = tiny_recipe(tmp_path)
     command = ["bench", "inference", recipe, "--sizes", "8", "--rounds", "1", "--eager", "--out", tmp_path]
     assert here(*command, "--form", "full") == 0
-    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
-    assert {(row["run"], row["form"]) for row in rows} == {("tiny_random_weights", f) for f in ("softmax", "full")}
-    (first, second) = (inference.open_model(str(recipe)).model.state_dict() for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    found = {(row["run"], row["form"]) for row in rows_of(tmp_path)}
+    assert found == {("tiny_random_weights", "softmax"), ("tiny_random_weights", "full")}
+    first = inference.open_model(str(recipe)).model.state_dict()
+    second = inference.open_model(str(recipe)).model.state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
     capsys.readouterr()
     line = refuse(capsys, "bench", "inference", recipe, "--evaluate", "5")
     assert "is a recipe, whose weights are random; give a run" in line
-    assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
     line = refuse(capsys, "bench", "inference", "vim_tinny")
     assert "run 'vim_tinny': no recipe.yaml" in line
     assert "no recipe of that name either: vim_tinny: no such recipe, did you mean 'vim_tiny'?" in line
@@ -206,7 +227,8 @@ def test_a_recipe_has_random_weights_without_its_data(tmp_path, monkeypatch, cap
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Train a run on a folder of images of 12 px, resized to 8 px."""
-    folder, rng = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("photos")
+    rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 5)):
         for name, bright in (("dark", 60), ("light", 190)):
             (folder / split / name).mkdir(parents=True)
@@ -220,88 +242,96 @@ def photos(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
-def test_the_metric_at_every_size(photos, tmp_path, monkeypatch, form):
+def test_the_metric_at_every_size(photos, tmp_path, in_this_process, form):
     """Compare the metric with images that are drawn from both classes, resized and classified one by one."""
-    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
     command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
     assert here(*command, "--form", form, "--chunk-size", "4", "--evaluate", "7") == 0
-    rows = json.loads((tmp_path / "inference.json").read_text())["rows"]
+    rows = rows_of(tmp_path)
     assert not any("value" in row for row in rows if row["form"] == "softmax")
-    loaded, files = open_run(photos), sorted((photos.parents[1] / "val").glob("*/*.png"))
+    loaded = open_run(photos)
+    files = sorted((photos.parents[1] / "val").glob("*/*.png"))
     files = [files[i] for i in drawn(10, 7, loaded.recipe.seed)]
     for size in (8, 16):
+        resize = v2.Resize(int(size / 0.875), interpolation=v2.InterpolationMode.BICUBIC)
+        task, _ = inference.build(loaded, size, FULL)
         right = 0
         for path in files:
-            resize = v2.Resize(int(size / 0.875), interpolation=v2.InterpolationMode.BICUBIC)
             picture = v2.CenterCrop(size)(resize(Image.open(path)))
-            task, model = inference.build(loaded, size, Variant("full"))
-            with torch.inference_mode():
-                logits = model(v2.functional.pil_to_tensor(picture)[None])
+            logits = output(loaded, FULL, v2.functional.pil_to_tensor(picture)[None])
             right += task.info.classes[logits.argmax()] == path.parent.name
         (row,) = (row for row in rows if row["form"] == form and row["size"] == size)
-        assert row["value"] == pytest.approx(right / 7) and row["shown"] == f"{100 * right / 7:.2f}"
+        assert row["value"] == pytest.approx(right / 7)
+        assert row["shown"] == f"{100 * right / 7:.2f}"
     assert "|mixer MiB|x SDPA|of a matrix|MFLOP, C.12|top-1 %|" in (tmp_path / "inference.md").read_text()
 
 
 def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys):
-    assert "--evaluate: data set 'digits' has samples of one size only" in refuse(
-        capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "5"
-    )
+    more = ("--sizes", "8", "--evaluate", "5")
+    line = refuse(capsys, "bench", "inference", run, *more)
+    assert "--evaluate: data set 'digits' has samples of one size only" in line
     folder = photos.parents[1] / "val" / "light"
-    folder.rename(folder.with_name("airy"))
-    line = refuse(capsys, "bench", "inference", photos, "--sizes", "8", "--evaluate", "5")
-    folder.with_name("airy").rename(folder)
+    moved = folder.rename(folder.with_name("airy"))
+    line = refuse(capsys, "bench", "inference", photos, *more)
+    moved.rename(folder)
     assert "only val has class 'airy', only train has class 'light'" in line
 
 
 def test_refusals(run, tmp_path, capsys):
-    line = refuse(capsys, "bench", "inference", run, "--sizes", "11")
-    assert "--sizes: 11 px does not suit the run's model, nearest: 12" in line
-    assert "no recipe.yaml" in refuse(capsys, "bench", "inference", tmp_path / "none")
-    assert "--sizes: expected a whole number" in refuse(capsys, "bench", "inference", run, "--sizes", "8,x")
-    line = refuse(capsys, "bench", "inference", run, "--against", "gpt2_tiny_softmax")
-    assert "--against: expected a recipe of model 'vit' with softmax, gpt2_tiny_softmax has 'gpt' with softmax" in line
-    line = refuse(capsys, "bench", "inference", run, "--against", "deit_tiny_softmax")
-    assert "model.patch_size: 16 does not divide image height 8" in line
-    softmax = tiny_recipe(tmp_path, "plain", model={"mixer": "softmax"})
-    line = refuse(capsys, "bench", "inference", softmax, "--against", "deit_tiny_softmax")
-    assert "plain.yaml is softmax itself, measure deit_tiny_softmax in a call of its own" in line
+    plain = tiny_recipe(tmp_path, "plain", model={"mixer": "softmax"})
+    for argv, message in (
+        ([run, "--sizes", "11"], "--sizes: 11 px does not suit the run's model, nearest: 12"),
+        ([tmp_path / "none"], "no recipe.yaml"),
+        ([run, "--sizes", "8,x"], "--sizes: expected a whole number"),
+        (
+            [run, "--against", "gpt2_tiny_softmax"],
+            "--against: expected a recipe of model 'vit' with softmax, gpt2_tiny_softmax has 'gpt' with softmax",
+        ),
+        ([run, "--against", "deit_tiny_softmax"], "model.patch_size: 16 does not divide image height 8"),
+        (
+            [plain, "--against", "deit_tiny_softmax"],
+            "plain.yaml is softmax itself, measure deit_tiny_softmax in a call of its own",
+        ),
+    ):
+        assert message in refuse(capsys, "bench", "inference", *argv)
 
 
 def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):
+    base = tiny_recipe(tmp_path, model={"mixer": "softmax", "depth": 3, "dim": 24, "num_heads": 4})
     path = tmp_path / "other.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {"extends": str(tiny_recipe(tmp_path, model={"mixer": "softmax", "depth": 3, "dim": 24, "num_heads": 4}))}
-        )
-    )
-    (row,), _ = measured(run, Variant("softmax"), sizes=(8,), against=str(path))
-    assert row["matrix_bytes"] == 4 * 2 * 4 * 5**2 and row["dim"] == 24  # of the recipe's 4 heads
-    assert row["against"] == "other" and inference.title(row).endswith("eager; softmax is other")
-    model = inference.build(open_run(run), 8, Variant("softmax"), str(path))[1]
-    assert len(model.encoder.blocks) == 3 and model.config.mixer == "softmax"
+    path.write_text(yaml.safe_dump({"extends": str(base)}))
+    (row,), _ = measured(run, SOFTMAX, sizes=(8,), against=str(path))
+    assert row["matrix_bytes"] == 4 * 2 * 4 * 5**2  # of the recipe's 4 heads
+    assert row["dim"] == 24
+    assert row["against"] == "other"
+    assert inference.title(row).endswith("eager; softmax is other")
+    _, model = inference.build(open_run(run), 8, SOFTMAX, str(path))
+    assert len(model.encoder.blocks) == 3
+    assert model.config.mixer == "softmax"
 
 
 def test_texts_longer_than_those_of_training_are_measured_without_padding():
     """Check a masked LM without positions: softmax beside it has positions for every size, and no mask."""
     loaded = inference.open_model("mlm_tiny_lion_s")
-    _, model = inference.build(loaded, 600, Variant("softmax"))
-    assert model.config.max_positions == 600 and inference.build(loaded, 600, Variant("full"))[0].info.length == 600
-    rows = []
-    job = inference.Job("mlm_tiny_lion_s", (Variant("softmax"),), 128, 1, 1, 0.0, 1, True, 0, None, "")
-    inference.measure(job, rows.append)
-    (row,) = [each for each in rows if each["kind"] == "row"]
+    _, model = inference.build(loaded, 600, SOFTMAX)
+    assert model.config.max_positions == 600
+    assert inference.build(loaded, 600, FULL)[0].info.length == 600
+    (row,), _ = measured("mlm_tiny_lion_s", SOFTMAX, sizes=(128,), batch=1, seconds=0.0)
     assert row["mixer_bytes"] < row["matrix_bytes"]
 
 
 def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
-    held = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
-    held |= {"min_length": 8, "max_length": 30, "length": 32}
-    model = {"name": "lra", "mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2}
-    trainer = {"batch_size": 4, "steps": 1, "compile": False}
-    recipe = {"data": held, "task": {"name": "lra"}, "model": model, "optim": {"lr": 1e-3}, "trainer": trainer}
+    data = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
+    data |= {"min_length": 8, "max_length": 30, "length": 32}
+    recipe = {
+        "data": data,
+        "task": {"name": "lra"},
+        "model": {"name": "lra", "mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2},
+        "optim": {"lr": 1e-3},
+        "trainer": {"batch_size": 4, "steps": 1, "compile": False},
+        "run": {"root": str(tmp_path / "runs")},
+    }
     path = tmp_path / "listops.yaml"
-    path.write_text(yaml.safe_dump({**recipe, "run": {"root": str(tmp_path / "runs")}}))
+    path.write_text(yaml.safe_dump(recipe))
     assert here("prepare", path) == here("train", path, "--no-eval") == 0
     capsys.readouterr()
     line = refuse(capsys, "bench", "inference", tmp_path / "runs" / "listops", "--sizes", "40")

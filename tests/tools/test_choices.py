@@ -10,12 +10,12 @@ from data.text.tokenizers import open_tokenizer
 from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
 from lion.runs import open_run
-from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
-from tools.compose import make_task, resolve
-from tools.convert import write_run
+from tests.tools.untrained import text_info, untrained
+from tools.compose import resolve
 
 LENGTH = 24
+BYTES = open_tokenizer("bytes")
 QUESTIONS = [
     {"context": "the cat sat", "choices": ["on the mat", "of a", "under it"], "answer": 0},
     {"query": "a dog ", "choices": ["and more", "x"], "gold": 1},
@@ -28,18 +28,18 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Make untrained runs on bytes; the softmax model has 24 positions."""
-    folder, tokenizer, found = tmp_path_factory.mktemp("choices"), open_tokenizer("bytes"), {}
+    folder, found = tmp_path_factory.mktemp("choices"), {}
     for mixer in ("softmax", "lion_s"):
-        small = ["model.dim=12", "model.depth=2", "model.num_heads=2", f"data.length={LENGTH + 1}"]
+        small = [
+            "model.dim=12",
+            "model.depth=2",
+            "model.num_heads=2",
+            "model.init_std=0.5",
+            f"data.length={LENGTH + 1}",
+        ]
         small += ["data.name=text", "data.tokenizer=bytes", "trainer.compile=false", "trainer.batch_size=3"]
-        recipe = resolve(
-            f"gpt2_tiny_{mixer}", [*small, f"run.root={folder}", f"run.name={mixer}", "model.init_std=0.5"]
-        )
-        info = TextInfo(tokenizer.vocabulary, LENGTH + 1, "bytes", tokenizer.fingerprint, tokenizer.special)
-        torch.manual_seed(0)
-        model = make_task(recipe, info).build_model(recipe.model)
-        write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": model.state_dict(), "ema": None}, {}, {})
-        found[mixer] = recipe.folder
+        recipe = resolve(f"gpt2_tiny_{mixer}", [*small, f"run.root={folder}", f"run.name={mixer}"])
+        found[mixer] = untrained(recipe, text_info(BYTES, LENGTH + 1))
     return found
 
 
@@ -56,17 +56,21 @@ def file(tmp_path_factory):
 @torch.no_grad()
 def by_hand(model, questions):
     """Compute scores [question][choice], one row at a time, without padding."""
-    tokenizer, found = open_tokenizer("bytes"), []
-    for q in questions:
-        found.append([])
-        for choice in q.choices:
-            text = q.text and q.text + (" " if not q.text.endswith(" ") else "")
-            head = tokenizer.encode(text) or [tokenizer.special["end"]]
-            ids = [*head, *tokenizer.encode(choice)]
-            size = len(tokenizer.encode(choice)) + len(text) - len(text.rstrip())  # the blank is predicted, too
-            ids = ids if model.longest is None else ids[-model.longest - 1 :]
+    found = []
+    for question in questions:
+        text = question.text
+        if text and not text.endswith(" "):
+            text += " "
+        head = BYTES.encode(text) or [BYTES.special["end"]]
+        scores = []
+        for choice in question.choices:
+            ids = head + BYTES.encode(choice)
+            size = len(BYTES.encode(choice)) + len(text) - len(text.rstrip())  # the blank is predicted, too
+            if model.longest is not None:
+                ids = ids[-model.longest - 1 :]
             shares = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
-            found[-1].append(sum(shares[i - 1, ids[i]].item() for i in range(len(ids) - size, len(ids))))
+            scores.append(sum(shares[i - 1, ids[i]].item() for i in range(len(ids) - size, len(ids))))
+        found.append(scores)
     return found
 
 
@@ -74,20 +78,22 @@ def by_hand(model, questions):
 @torch.no_grad()
 def test_log_likelihoods_are_those_of_one_choice_at_a_time(runs, file, mixer):
     model, questions = lion.load(runs[mixer], compile=False), read_questions(file)
-    rows, cut = encode(questions, open_tokenizer("bytes"), model.longest)
+    rows, cut = encode(questions, BYTES, model.longest)
     assert cut == (mixer == "softmax") and (model.longest == LENGTH or mixer != "softmax")
     expected = by_hand(model, questions)
-    for form in ("auto", "full") if mixer == "softmax" else ("full", "chunk", "rnn"):
-        lion.set_form(model, form, 4 if form in ("chunk", "rnn") else None)
+    forms = {"softmax": {"auto": None, "full": None}, "lion_s": {"full": None, "chunk": 4, "rnn": 4}}[mixer]
+    for form, size in forms.items():
+        lion.set_form(model, form, size)
         seen = set()
         for batch in Choices(rows, 5):
             assert batch["tokens"].shape[0] == 5 and batch["tokens"].shape[1] <= max(len(row.ids) for row in rows)
             scores = log_likelihoods(model, batch)
             for question, choice, score, real in zip(batch["question"], batch["choice"], scores, batch["mask"]):
                 assert score.item() == pytest.approx(expected[question][choice], abs=1e-4)
+                key = int(question), int(choice)
+                assert not real or key not in seen
                 if real:
-                    assert (int(question), int(choice)) not in seen
-                    seen.add((int(question), int(choice)))
+                    seen.add(key)
         assert len(seen) == len(rows) == 12
 
 
@@ -96,23 +102,22 @@ def test_accuracies_by_hand(runs, file, mixer, capsys):
     assert here("eval", runs[mixer], "--choices", file) == 0
     out = capsys.readouterr().out.splitlines()
     questions, model = read_questions(file), lion.load(runs[mixer], compile=False)
-    scores, wanted = by_hand(model, questions), []
-    blank = [bool(q.text) and not q.text.endswith(" ") for q in questions]
-    spaces = [len(q.text) - len(q.text.rstrip()) for q in questions]
-    sizes = [lambda q, c: 1, lambda q, c: len(c.encode()), lambda q, c: len(c) + q]  # each token is one byte
-    for size in sizes:
-        right = 0
-        for q, own, more in zip(questions, scores, [a + b for a, b in zip(blank, spaces)]):
-            ranked = [score / size(more, choice) for score, choice in zip(own, q.choices)]
-            right += ranked.index(max(ranked)) == q.answer
-        low, high = interval(right / 5, 5)
-        wanted.append(f"{20 * right:.2f} ({100 * low:.1f} to {100 * high:.1f})")
+    right = [0, 0, 0]  # by the sum of log-likelihoods, by bytes of a choice, by its tokens with the blank
+    for question, scores in zip(questions, by_hand(model, questions)):
+        blank = bool(question.text)
+        for kind in range(3):
+            sizes = [(1, len(choice), len(choice) + blank)[kind] for choice in question.choices]
+            ranked = [score / size for score, size in zip(scores, sizes)]
+            right[kind] += ranked.index(max(ranked)) == question.answer
+    wanted = []
+    for count in right:
+        low, high = interval(count / 5, 5)
+        wanted.append(f"{20 * count:.2f} ({100 * low:.1f} to {100 * high:.1f})")
     forms = out[2:-1] if mixer == "lion_s" else out[2:-2]
     assert len(forms) == (4 if mixer == "lion_s" else 1)
     for line in forms:
         assert all(part in line for part in wanted), (line, wanted)
-    about = [line for line in out if line.startswith("5 questions of 2 to 3 choices, chance 43.33 %")]
-    assert len(about) == 1
+    assert sum(line.startswith("5 questions of 2 to 3 choices, chance 43.33 %") for line in out) == 1
     cut = "1 of 5 texts lost their beginning, because the model has 24 positions"
     assert (cut in out) == (mixer == "softmax")
 
@@ -145,37 +150,32 @@ def test_one_blank_stands_between():
     assert [joined("a", "b"), joined("a ", "b"), joined("a", "\nb"), joined("", "b")] == ["a b", "a b", "a\nb", "b"]
 
 
-GOOD = {"context": "a", "choices": ["b", "c"], "answer": 0}
+BAD = [  # changes of a question, of which None removes a key; expected message
+    ({"answer": 2}, "expected an answer of 0 to 1, got 2"),
+    ({"answer": -1}, "expected an answer of 0 to 1, got -1"),
+    ({"answer": True}, "expected an answer of 0 to 1, got True"),
+    ({"answer": "1" * 5000}, "expected an answer of 0 to 1, got '11"),
+    ({"answer": ""}, "expected an answer of 0 to 1, got ''"),
+    ({"answer": None}, "no answer (answer or gold or label or answerKey), it has con"),
+    ({"context": None}, "no text (context or question or"),
+    ({"query": "b"}, "both 'context' and 'query'"),
+    ({"choices": ["b"]}, "expected at least two choices, got 1"),
+    ({"choices": ["b", " "]}, "choice 1 is empty"),
+    ({"choices": "b, c"}, "expected a list of texts as its choices, got 'b, c'"),
+    ({"choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answer": "C"}, "answer 'C' is none of"),
+    ({"choices": ["b", "c" * 24]}, "choice 1 has 25 tokens, the model 24 positions"),
+]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({**GOOD, "answer": 2}, "line 2: expected an answer of 0 to 1, got 2"),
-        ({**GOOD, "answer": -1}, "line 2: expected an answer of 0 to 1, got -1"),
-        ({**GOOD, "answer": True}, "line 2: expected an answer of 0 to 1, got True"),
-        ({**GOOD, "answer": "1" * 5000}, "line 2: expected an answer of 0 to 1, got '11"),
-        ({**GOOD, "answer": ""}, "line 2: expected an answer of 0 to 1, got ''"),
-        (
-            {"context": "a", "choices": ["b", "c"]},
-            "line 2: no answer (answer or gold or label or answerKey), it has con",
-        ),
-        ({"choices": ["b", "c"], "answer": 0}, "line 2: no text (context or question or"),
-        ({**GOOD, "query": "b"}, "line 2: both 'context' and 'query'"),
-        ({**GOOD, "choices": ["b"]}, "line 2: expected at least two choices, got 1"),
-        ({**GOOD, "choices": ["b", " "]}, "line 2: choice 1 is empty"),
-        ({**GOOD, "choices": "b, c"}, "line 2: expected a list of texts as its choices, got 'b, c'"),
-        (
-            {**GOOD, "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answer": "C"},
-            "line 2: answer 'C' is none of",
-        ),
-        ({**GOOD, "choices": ["b", "c" * 24]}, "line 2: choice 1 has 25 tokens, the model 24 positions"),
-        ([1, 2], "line 2: expected a text, choices and an answer, got '[1, 2]'"),
-    ],
-)
-def test_a_bad_line_is_named(runs, tmp_path, capsys, line, message):
-    path = written(tmp_path / "bad.jsonl", [GOOD, line])
-    assert message in refuse(capsys, "eval", runs["softmax"], "--choices", path)
+def test_a_bad_line_is_named(runs, tmp_path, capsys):
+    good = {"context": "a", "choices": ["b", "c"], "answer": 0}
+    rows = [([1, 2], "expected a text, choices and an answer, got '[1, 2]'")]
+    for change, message in BAD:
+        line = {key: value for key, value in (good | change).items() if value is not None}
+        rows.append((line, message))
+    for line, message in rows:
+        path = written(tmp_path / "bad.jsonl", [good, line])
+        assert f"line 2: {message}" in refuse(capsys, "eval", runs["softmax"], "--choices", path)
 
 
 def test_bad_files_and_runs(runs, tmp_path, capsys, file):

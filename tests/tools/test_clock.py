@@ -18,56 +18,64 @@ COST = {"kernels": 1, "launches": 10, "library": 6, "fallbacks": 0, "moved": 4 *
 
 def estimated(**changes) -> dict:
     softmax = {stage: vars(cost) for stage, cost in fused_softmax((4, 6, 197, 64), torch.bfloat16).items()}
-    return {
-        **SHAPE,
-        "kind": "operator",
-        "batch": 4,
-        "target": "h100",
-        "parts": {"forward": COST},
-        "softmax": softmax,
-    } | changes
+    row = SHAPE | {"kind": "operator", "batch": 4, "target": "h100", "parts": {"forward": COST}, "softmax": softmax}
+    return row | changes
 
 
 def timed(**changes) -> dict:
-    times = {
-        how: {"seconds": s, "softmax": 2e-4, "ratio": s / 2e-4} for how, s in (("graph", 6e-4), ("launched", 2e-3))
-    }
-    about = {"device": "NVIDIA H100 80GB HBM3", "batch": 12, "peak_bytes": 2 * 12 * 6 * 197 * 64 * 20}
-    return {**SHAPE, **about, **times, "date": "2026-11-26", "torch": "2.11", "command": "c"} | changes
+    row = SHAPE | {"device": "NVIDIA H100 80GB HBM3", "batch": 12, "peak_bytes": 2 * 12 * 6 * 197 * 64 * 20}
+    for how, seconds in (("graph", 6e-4), ("launched", 2e-3)):
+        row[how] = {"seconds": seconds, "softmax": 2e-4, "ratio": seconds / 2e-4}
+    return row | {"date": "2026-11-26", "torch": "2.11", "command": "c"} | changes
 
 
-def test_estimates_are_scaled_to_the_timed_batch():
-    counted = {("any",): estimated()}
-    own, softmax = clock.estimate(timed(), counted)
-    assert own == pytest.approx(3 * 4e8 / TARGETS["h100"].bandwidth + 16e-6)
+ESTIMATES = {("any",): estimated()}
+
+
+@pytest.mark.parametrize(("device", "target"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")])
+def test_estimates_are_scaled_to_the_timed_batch_and_the_bandwidth(device, target):
+    own, softmax = clock.estimate(timed(device=device), ESTIMATES)
+    assert own == pytest.approx(3 * 4e8 / TARGETS[target].bandwidth + 16e-6)
     exact = fused_softmax((12, 6, 197, 64), torch.bfloat16).values()
-    known = sum(gpu.fused_seconds(cost, TARGETS["h100"], torch.bfloat16) for cost in exact)
+    known = sum(gpu.fused_seconds(cost, TARGETS[target], torch.bfloat16) for cost in exact)
     assert softmax == pytest.approx(known, rel=1e-3)
+
+
+def test_other_code_and_unknown_gpus_have_no_estimate():
     for other in ({"length": 1024}, {"target": "a100"}, {"form": "chunk"}, {"dtype": "float32"}):
         assert clock.estimate(timed(), {("any",): estimated(**other)}) is None
-    assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), counted) is None
-    own, _ = clock.estimate(timed(device="NVIDIA H200"), counted)  # of the same code, at another bandwidth
-    assert own == pytest.approx(3 * 4e8 / TARGETS["h200"].bandwidth + 16e-6)
+    assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), ESTIMATES) is None
 
 
 def test_the_table_compares_times_with_estimates():
-    row = dict(zip(clock.HEADER[:5], clock.cells(timed(), {})))
-    assert row == {"mixer": "lion_s", "form": "full", "tokens": "197", "batch": "12", "us": "600"}
-    us, near, x, own, alone, peak = clock.cells(timed(), {("any",): estimated()})[5:]
-    assert (us, near, x, alone, peak) == ("374", "1.60", "3.00", "2,000", "20.0") and float(own) > 3
-    assert clock.cells(timed(), {})[5:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
+    cells = clock.cells(timed(), {})
+    assert dict(zip(clock.HEADER, cells[:5])) == {
+        "mixer": "lion_s",
+        "form": "full",
+        "tokens": "197",
+        "batch": "12",
+        "us": "600",
+    }
+    assert cells[5:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
+    us, near, x, own, alone, peak = clock.cells(timed(), ESTIMATES)[5:]
+    assert (us, near, x, alone, peak) == ("374", "1.60", "3.00", "2,000", "20.0")
+    assert float(own) > 3
 
 
 def test_rows_are_reported_by_gpu(tmp_path):
-    report, tuned = clock.Report(tmp_path), timed(autotune=True)
+    report = clock.Report(tmp_path)
+    tuned = timed(autotune=True)
     for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024), tuned, timed(), tuned):
         report.add(row)
     report.save(report.markdown({}))
     text = (tmp_path / "clock.md").read_text()
-    assert text.count("## ") == 2 and "## NVIDIA A100, bfloat16, 6 heads of 64" in text
+    assert text.count("## ") == 2
+    assert "## NVIDIA A100, bfloat16, 6 heads of 64" in text
     assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 4
-    plain, tuned = (clock.cells(row, {("any",): estimated()}) for row in (timed(), tuned))
-    assert plain[1] == "full" and tuned[1] == "full, autotuned" and plain[2:] == tuned[2:]
+    plain = clock.cells(timed(), ESTIMATES)
+    other = clock.cells(tuned, ESTIMATES)
+    assert (plain[1], other[1]) == ("full", "full, autotuned")
+    assert plain[2:] == other[2:]
 
 
 def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):
@@ -83,7 +91,10 @@ def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):
 
 
 def test_what_it_refuses(capsys, monkeypatch):
-    assert "unknown mixer 'lion_q', did you mean 'lion_s'" in refuse(capsys, "bench", "clock", "lion_q")
-    assert "--form: invalid choice: 'half'" in refuse(capsys, "bench", "clock", "--form", "half")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no GPU found; ./run.sh bench gpu estimates without one" in refuse(capsys, "bench", "clock", "lion_s")
+    for argv, message in (
+        (["lion_q"], "unknown mixer 'lion_q', did you mean 'lion_s'"),
+        (["--form", "half"], "--form: invalid choice: 'half'"),
+        (["lion_s"], "no GPU found; ./run.sh bench gpu estimates without one"),
+    ):
+        assert message in refuse(capsys, "bench", "clock", *argv)

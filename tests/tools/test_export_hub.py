@@ -23,11 +23,11 @@ from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
-from lion.samples.text import LabelledTextInfo, TextInfo
+from lion.samples.text import LabelledTextInfo
 from lion.transformers import LionForCausalLM
 from tests.helpers import here, refuse, state_of, tiny_recipe
+from tests.tools.untrained import text_info, untrained
 from tools.compose import describe_data, make_task, resolve
-from tools.convert import write_run
 from tools.export.hub import image_processor
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
@@ -35,17 +35,27 @@ SMALL = ["model.dim=12", "model.depth=2", "model.num_heads=3", "trainer.precisio
 RECIPES = {"bert": ("mlm_tiny_lion_s", "wordpiece", 200), "gpt": ("gpt2_tiny_lion_s", "bpe", 280)}
 
 
-def text_run(folder, kind, *settings):
+def text_run(folder, kind):
     """Write an untrained run of a language model, with its tokenizer."""
     recipe, name, size = RECIPES[kind]
     tokenizer = make_tokenizer(name, TEXT, size)
     tokenizer.inner.save(str(folder / "tokenizer.json"))
     places = [f"run.root={folder}", f"run.name={kind}", f"data.tokenizer={folder / 'tokenizer.json'}"]
-    recipe = resolve(recipe, [*SMALL, "data.name=text", "data.length=17", *places, *settings])
-    info = TextInfo(tokenizer.vocabulary, 17, "tokenizer", tokenizer.fingerprint, tokenizer.special)
-    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
-    return recipe.folder, tokenizer
+    recipe = resolve(recipe, [*SMALL, "data.name=text", "data.length=17", *places])
+    return untrained(recipe, text_info(tokenizer, 17, "tokenizer")), tokenizer
+
+
+def reloaded(kind, folder):
+    """Load an exported model with an Auto class of transformers, without missing and additional weights."""
+    auto = getattr(transformers, f"AutoModelFor{kind}")
+    model, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model
+
+
+def head_of(card):
+    """Return the metadata at the beginning of a model card."""
+    return yaml.safe_load(card.split("---")[1])
 
 
 def back(folder, out):
@@ -65,7 +75,8 @@ def run_card(folder):
 
 
 def same_run(run, other):
-    a, b = (state_of(folder, "best") for folder in (run, other))
+    a = state_of(run, "best")
+    b = state_of(other, "best")
     assert a["model"].keys() == b["model"].keys() and a["info"] == b["info"]
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
     assert open_run(run).recipe.model == open_run(other).recipe.model
@@ -77,9 +88,7 @@ def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
     run, tokenizer = text_run(tmp_path, kind)
     assert here("export", run, tmp_path / "out") == 0
     assert "lion_s" in capsys.readouterr().out
-    auto = {"bert": transformers.AutoModelForMaskedLM, "gpt": transformers.AutoModelForCausalLM}[kind]
-    model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
+    model = reloaded({"bert": "MaskedLM", "gpt": "CausalLM"}[kind], tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words.padding_side == {"bert": "right", "gpt": "left"}[kind]
     assert words.pad_token == (words.eos_token if kind == "gpt" else "[PAD]")
@@ -100,16 +109,14 @@ def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
 @torch.no_grad()
 def test_classifiers_keep_their_classes(classes, tmp_path):
     run, _ = text_run(tmp_path, "bert")
-    loaded = open_run(run)
     recipe = resolve("glue_rte" if classes else "glue_stsb", [
         *SMALL, f"init_from={run}", "model.mixer=lion_s", f"run.root={tmp_path}", "run.name=glue",
         f"data.tokenizer={tmp_path / 'tokenizer.json'}",
     ])  # fmt: skip
-    info = LabelledTextInfo(**{**vars(loaded.task.info), "classes": classes})
-    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
-    assert here("export", recipe.folder, tmp_path / "out") == 0
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    untrained(recipe, LabelledTextInfo(**{**vars(open_run(run).task.info), "classes": classes}))
+    out = tmp_path / "out"
+    assert here("export", recipe.folder, out) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
     config = model.config
     if classes:
         assert config.id2label == dict(enumerate(classes)) and config.problem_type is None
@@ -117,17 +124,17 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
         assert config.num_labels == 1 and config.problem_type == "regression"
     ids = torch.arange(8).view(2, 4)
     torch.testing.assert_close(model(ids).logits, lion.load(recipe.folder, compile=False)(ids))
-    same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
+    same_run(recipe.folder, back(out, tmp_path / "again"))
     if classes:  # as after fine-tuning on two other classes
         names = {"id2label": {0: "new", 1: "old"}, "label2id": {"new": 0, "old": 1}, "num_labels": 2}
-        tuned = type(model).from_pretrained(tmp_path / "out", ignore_mismatched_sizes=True, **names)
+        tuned = type(model).from_pretrained(out, ignore_mismatched_sizes=True, **names)
         tuned.save_pretrained(tmp_path / "tuned")
-        shutil.copy(tmp_path / "out" / "recipe.yaml", tmp_path / "tuned")
+        shutil.copy(out / "recipe.yaml", tmp_path / "tuned")
         assert open_run(back(tmp_path / "tuned", tmp_path / "other")).task.info.classes == ("new", "old")
     for name in ("recipe.yaml", "README.md", "config.json"):
-        assert str(tmp_path) not in (tmp_path / "out" / name).read_text()
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "Not evaluated." in text and '("A sentence."' in text
+        assert str(tmp_path) not in (out / name).read_text()
+    card = (out / "README.md").read_text()
+    assert "Not evaluated." in card and '("A sentence."' in card
     (recipe.folder / "columns.json").write_text('["premise", "hypothesis"]')  # as a run on pairs keeps them
     assert here("export", recipe.folder, tmp_path / "pairs") == 0
     assert '("A first sentence.", "A second one."' in (tmp_path / "pairs" / "README.md").read_text()
@@ -148,13 +155,11 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
     kind, recipe, info, changes = SEQUENCES[name]
     recipe = resolve(recipe, [*SMALL, *changes, f"run.root={tmp_path}", "run.name=run"])
     task = make_task(recipe, info)
-    weights = task.build_model(recipe.model).state_dict()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    untrained(recipe, info)
     assert here("export", recipe.folder, tmp_path / "out") == 0
-    auto = getattr(transformers, f"AutoModelFor{kind}")
-    model, report = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    batch, ours = task.example(3, "cpu"), lion.load(recipe.folder, compile=False)
+    model = reloaded(kind, tmp_path / "out")
+    ours = lion.load(recipe.folder, compile=False)
+    batch = task.example(3, "cpu")
     inputs = batch["tokens"] if "tokens" in batch else batch["pixels"]
     mask = torch.ones(inputs.shape[: 2 + (name == "pairs")], dtype=torch.int64)
     mask[1, ..., -5:] = 0
@@ -180,38 +185,35 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     files = {"README.md", "config.json", "model.safetensors", "modeling_lion.py", "preprocessor_config.json"}
     assert {path.name for path in out.iterdir()} == {*files, "recipe.yaml"}
     model = transformers.AutoModelForImageClassification.from_pretrained(out)
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
-    inputs = transformers.AutoImageProcessor.from_pretrained(out)(Image.fromarray(pixels), return_tensors="pt")
-    with torch.no_grad():
-        wanted = lion.load(run, compile=False)(torch.from_numpy(pixels)[None, None])
-        torch.testing.assert_close(model(**inputs).logits, wanted)
     assert model.config.id2label[3] == "3"
+    processor = transformers.AutoImageProcessor.from_pretrained(out)
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    wanted = lion.load(run, compile=False)(torch.from_numpy(pixels)[None, None])
+    inputs = processor(Image.fromarray(pixels), return_tensors="pt")
+    torch.testing.assert_close(model(**inputs).logits, wanted)
     same_run(run, back(out, tmp_path / "again"))
-    assert "model-index" in (out / "README.md").read_text()
-    summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({**summary, "best_step": 1}))  # of the weights of another step
-    assert here("export", run, tmp_path / "last", "--checkpoint", "last") == 0
-    text = (tmp_path / "last" / "README.md").read_text()
-    assert "Not evaluated." in text and "model-index" not in text
 
     card = (out / "README.md").read_text()
-    head = yaml.safe_load(card.split("---")[1])
+    head = head_of(card)
     summary = json.loads((run / "summary.json").read_text())
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
     assert result["dataset"]["split"] == "test" and "pipeline_tag" not in head
     assert head["license"] == "mit" and "pip install 'lion-attention[transformers]'" in card
-    for form in ("full", "chunk (64)", "rnn (1)"):
-        assert f"\n{form} " in card, form
+    for part in ("\nfull ", "\nchunk (64) ", "\nrnn (1) ", "digits", "## Licence", "(recipe.yaml)"):
+        assert part in card
     Image.fromarray(pixels).convert("RGB").save(out / "image.png")
     torch.testing.assert_close(run_card(out)["logits"], wanted)
     large = Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 50).convert("L")
     large.save(out / "image.png")
     read = Digits.load(None, str(out / "image.png"), INFO)["image"]
-    resized = transformers.AutoImageProcessor.from_pretrained(out)(large, return_tensors="pt").pixel_values[0]
-    mean, std = (torch.tensor(t)[:, None, None] for t in (INFO.mean, INFO.std))
-    torch.testing.assert_close(resized, (read / 255 - mean) / std, atol=0.02, rtol=0)
-    assert "digits" in card and "## Licence" in card and "(recipe.yaml)" in card
+    resized = processor(large, return_tensors="pt").pixel_values[0]
+    torch.testing.assert_close(resized, (read / 255 - INFO.mean[0]) / INFO.std[0], atol=0.02, rtol=0)
+
+    (run / "summary.json").write_text(json.dumps({**summary, "best_step": 1}))  # of the weights of another step
+    assert here("export", run, tmp_path / "last", "--checkpoint", "last") == 0
+    card = (tmp_path / "last" / "README.md").read_text()
+    assert "Not evaluated." in card and "model-index" not in card
 
 
 @pytest.mark.slow
@@ -235,11 +237,10 @@ def test_a_crop_that_no_image_processor_has_is_refused():
 def test_a_pipeline_classifies_images_in_colour(tmp_path):
     recipe = resolve("cifar10_mini", [*SMALL, f"run.root={tmp_path}", "run.name=run"])
     info = describe_data(recipe, look=False)[0]
-    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    untrained(recipe, info)
     out = tmp_path / "out"
     assert here("export", recipe.folder, out) == 0
-    assert yaml.safe_load((out / "README.md").read_text().split("---")[1])["pipeline_tag"] == "image-classification"
+    assert head_of((out / "README.md").read_text())["pipeline_tag"] == "image-classification"
     Image.effect_mandelbrot((40, 32), (-2, -1, 1, 1), 50).save(out / "image.png")
     classify = transformers.pipeline("image-classification", str(out))
     wanted = run_card(out)["logits"].softmax(-1)[0]
@@ -250,12 +251,9 @@ def test_a_pipeline_classifies_images_in_colour(tmp_path):
 def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     recipe = resolve("dit_tiny_lightnet", ["model.depth=1", f"run.root={tmp_path}", "run.name=dit"])
     info = describe_data(recipe, look=False)[0]
-    weights = make_task(recipe, info).build_model(recipe.model).state_dict()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": weights, "ema": None}, {}, {})
+    untrained(recipe, info)
     line = refuse(capsys, "export", recipe.folder, tmp_path / "out")
-    assert (
-        "dit: model.name: lion.transformers has no class for 'dit', because transformers has none for diffusion" in line
-    )
+    assert "model.name: lion.transformers has no class for 'dit', because transformers has none for diffusion" in line
     run, _ = text_run(tmp_path, "gpt")
     assert here("export", run, tmp_path / "gpt_out") == 0
     capsys.readouterr()

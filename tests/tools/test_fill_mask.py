@@ -7,12 +7,13 @@ import torch
 import lion
 from data.text.tokenizers import Tokenizer, open_tokenizer
 from lion.runs import open_run
-from lion.samples.text import TextInfo
 from tests.helpers import here, refuse
-from tools.compose import make_task, resolve
-from tools.convert import write_run
+from tests.tools.untrained import text_info, untrained
+from tools.compose import resolve
 from tools.export.transformers import dressed
 from tools.fill_mask import shown
+
+BYTES = open_tokenizer("bytes")
 
 
 @pytest.fixture(scope="module")
@@ -21,39 +22,37 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fill")
     small = ["model.dim=12", "model.depth=1", "model.num_heads=2", "model.max_positions=12", "data.length=12"]
     text = ["data.name=text", "data.tokenizer=bytes", "trainer.compile=false", f"run.root={folder}", "run.name=run"]
-    recipe, tokenizer = resolve("mlm_tiny_softmax", small + text), open_tokenizer("bytes")
-    info = TextInfo(tokenizer.vocabulary, 12, "bytes", tokenizer.fingerprint, tokenizer.special)
-    torch.manual_seed(0)
-    model = make_task(recipe, info).build_model(recipe.model)
-    model.head.bias.data.normal_()
-    model.head.bias.data[tokenizer.encode("abcdefghijklmnop")] += 20  # likely tokens are printable
-    model.positions.weight.data.normal_()
-    write_run(recipe.folder, recipe, {"info": info.to_dict(), "model": model.state_dict(), "ema": None}, {}, {})
-    return folder / "run"
+
+    def change(model):
+        model.head.bias.data.normal_()
+        model.head.bias.data[BYTES.encode("abcdefghijklmnop")] += 20  # likely tokens are printable
+        model.positions.weight.data.normal_()
+
+    return untrained(resolve("mlm_tiny_softmax", small + text), text_info(BYTES, 12), change)
 
 
 @torch.no_grad()
 def test_the_likeliest_tokens_stand_for_each_mask(run, capsys):
     assert here("predict", run, "a[MASK]b[MASK]", "[MASK]", "--top", 2) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
-    tokenizer, model = open_tokenizer("bytes"), lion.load(run, compile=False)
-    mask = tokenizer.special["mask"]
-    before, after = tokenizer.frame
-    a, b = tokenizer.encode("ab")
-    ids = [*before, a, mask, b, mask, *after]
+    model, mask = lion.load(run, compile=False), BYTES.special["mask"]
+    before, after = BYTES.frame
+    a, b = BYTES.encode("ab")
     wanted = []
-    for row in (ids, [*before, mask, *after]):
+    for row in ([*before, a, mask, b, mask, *after], [*before, mask, *after]):
         shares = model(torch.tensor([row]))[0].softmax(-1)
         wanted += [shares[i].topk(2) for i, token in enumerate(row) if token == mask]
-    assert [row.split()[:-4] for row in rows] == [["a[MASK]b[MASK]", "(1)"], ["a[MASK]b[MASK]", "(2)"], ["[MASK]"]]
-    for row, found in zip(rows, wanted):
-        answers = [f"{tokenizer.decode([i])} {100 * p:.1f}%" for p, i in zip(found.values.tolist(), found.indices)]
-        assert row.split() == row.split()[:-4] + " ".join(answers).split()
+    places = [["a[MASK]b[MASK]", "(1)"], ["a[MASK]b[MASK]", "(2)"], ["[MASK]"]]
+    for row, place, found in zip(rows, places, wanted, strict=True):
+        answers = []
+        for share, token in zip(found.values.tolist(), found.indices):
+            answers += f"{BYTES.decode([token])} {100 * share:.1f}%".split()
+        assert row.split() == place + answers
 
 
 def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, monkeypatch):
     """Byte-level tokenizers of RoBERTa's kind give the blank before a word to the word, and so to the mask."""
-    inner = tokenizers.Tokenizer.from_str(open_tokenizer("bytes").inner.to_str())
+    inner = tokenizers.Tokenizer.from_str(BYTES.inner.to_str())
     inner.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
     monkeypatch.setattr("tools.fill_mask.open_tokenizer_of", lambda _: Tokenizer("bytes", inner))
     assert here("predict", run, "a [MASK] b", "a[MASK] b", "--top", 3) == 0
@@ -64,13 +63,8 @@ def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, mon
 
 
 def test_blanks_and_bytes_are_seen():
-    assert [shown(token) for token in ("paris", " paris", "\n", "", "##s")] == [
-        "paris",
-        "' paris'",
-        r"'\n'",
-        "''",
-        "##s",
-    ]
+    for token, text in (("paris", "paris"), (" paris", "' paris'"), ("\n", r"'\n'"), ("", "''"), ("##s", "##s")):
+        assert shown(token) == text
 
 
 def test_what_cannot_be_answered_keeps_no_other_from_its_answer(run, capsys):

@@ -6,27 +6,13 @@ import pytest
 
 from tests.helpers import here, refuse
 
-pytestmark = pytest.mark.slow
-SHRINK = [
-    "model.dim=8",
-    "model.depth=1",
-    "model.num_heads=2",
-    "data.samples=64",
-    "data.val_samples=32",
-    "data.test_samples=32",
-    "data.min_length=3",
-    "data.max_length=30",
-    "data.max_depth=3",
-    "data.length=32",
-    "data.workers=1",
-    "trainer.steps=2",
-    "trainer.batch_size=16",
-    "trainer.eval_every=2",
-    "trainer.save_every=2",
-    "trainer.compile=false",
-    "trainer.device=cpu",
-    "schedule.warmup=1",
-]
+SHRINK = """
+model.dim=8 model.depth=1 model.num_heads=2
+data.samples=64 data.val_samples=32 data.test_samples=32 data.workers=1
+data.min_length=3 data.max_length=30 data.max_depth=3 data.length=32
+trainer.steps=2 trainer.batch_size=16 trainer.eval_every=2 trainer.save_every=2
+trainer.compile=false trainer.device=cpu schedule.warmup=1
+""".split()
 
 
 @pytest.mark.slow
@@ -37,13 +23,16 @@ def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
     started = ["run.name=started", "init_from=lra_listops_lion_s_masked"]
     assert here("train", "lra_listops_lion_s", *SHRINK, *started) == 0
     summary = json.loads((tmp_path / "runs/started/summary.json").read_text())
-    assert summary["remark"].startswith("stuck at chance: accuracy ") and summary["remark"] in capsys.readouterr().out
-    assert {form["deviation"] < 1e-4 for form in summary["forms"].values()} == {True} and len(summary["forms"]) == 4
+    assert summary["remark"].startswith("stuck at chance: accuracy ")
+    assert summary["remark"] in capsys.readouterr().out
+    assert len(summary["forms"]) == 4
+    for form in summary["forms"].values():
+        assert form["deviation"] < 1e-4
     assert here("train", "lra_listops_softmax_window", *SHRINK, "model.window=8") == 0
     capsys.readouterr()
     assert here("report", "started", "lra_listops_softmax_window") == 0
     output = capsys.readouterr().out
-    assert "lion_s_hippo pre-trained" in output and "softmax rope rotation window 8" in output
+    assert "softmax rope rotation window 8" in output
     assert "lion_s_hippo pre-trained, seed 6554595: stuck at chance" in output
 
 

@@ -16,12 +16,12 @@ pytest.importorskip("sklearn")
 QUICK = ["--steps", 3]
 
 
-def trained(folder, name="tiny", **changes):
-    path = tiny_recipe(folder, name, trainer={"ema": 0.9, "device": "cpu"}, **changes)
+def trained(folder):
+    path = tiny_recipe(folder, trainer={"ema": 0.9, "device": "cpu"})
     values = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**values, "task": {"name": "diffusion", "shown": 4, "shown_steps": 3}}))
     assert here("train", path, "--no-eval") == 0
-    run = folder / "runs" / name
+    run = folder / "runs" / "tiny"
     changed(run, lambda x: torch.nn.init.normal_(x, std=0.2))
     return run
 
@@ -46,33 +46,32 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("sample"))
 
 
-def grid(capsys, out, *args):
-    """Run the command, and return the image that it draws (height, width, 3) and the printed classes."""
-    assert here("sample", *args, "--out", out) == 0
+def grid(capsys, out, run, *args):
+    """Draw three steps; return the image (height, width, 3) and the printed classes."""
+    assert here("sample", run, *QUICK, *args, "--out", out) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{out}, by row: ")
-    return np.asarray(Image.open(out).convert("RGB")), printed.out.partition(": ")[2].strip()
+    return np.asarray(Image.open(out).convert("RGB")).astype(int), printed.out.partition(": ")[2].strip()
 
 
 def test_a_row_for_each_class(run, capsys, tmp_path):
-    whole, said = grid(capsys, tmp_path / "a.png", run, *QUICK, "--classes", "3,7", "--count", 4)
+    asked = [tmp_path / "a.png", run, "--classes", "3,7", "--count", 4]
+    whole, said = grid(capsys, *asked)
     assert said == "3, 7" and whole.shape == (2 * 66 + 2, 4 * 66 + 2, 3)  # 8 pixels, enlarged eight times
     cell = whole[2:66, 2:66]
     assert (cell == cell[::8, ::8].repeat(8, 0).repeat(8, 1)).all() and len(np.unique(cell)) > 5
     for more in (["--batch", 3], ["--seed", 0]):
-        again, _ = grid(capsys, tmp_path / "b.png", run, *QUICK, "--classes", "3,7", "--count", 4, *more)
-        assert np.abs(again.astype(int) - whole).max() <= 1
-    other, _ = grid(capsys, tmp_path / "b.png", run, *QUICK, "--classes", "3,7", "--count", 4, "--seed", 1)
-    assert np.abs(other.astype(int) - whole).max() > 9
+        assert np.abs(grid(capsys, *asked, *more)[0] - whole).max() <= 1
+    assert np.abs(grid(capsys, *asked, "--seed", 1)[0] - whole).max() > 9
 
 
 def test_forms_agree_and_options_matter(run, capsys, tmp_path):
-    asked = [run, *QUICK, "--classes", "3", "--count", 2]
-    whole, _ = grid(capsys, tmp_path / "a.png", *asked)
+    asked = [tmp_path / "a.png", run, "--classes", "3", "--count", 2]
+    whole, _ = grid(capsys, *asked)
     for form in (["chunk", "--chunk-size", 2], ["rnn"]):
-        assert np.abs(grid(capsys, tmp_path / "b.png", *asked, "--form", *form)[0].astype(int) - whole).max() <= 1
+        assert np.abs(grid(capsys, *asked, "--form", *form)[0] - whole).max() <= 1
     for option in (["--raw"], ["--guidance", 4], ["--eta", 1], ["--steps", 4]):
-        assert np.abs(grid(capsys, tmp_path / "b.png", *asked, *option)[0].astype(int) - whole).max() > 2, option
+        assert np.abs(grid(capsys, *asked, *option)[0] - whole).max() > 2, option
 
 
 def test_it_goes_to_the_run_s_folder(run, capsys):
@@ -88,28 +87,34 @@ def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
     plain = shutil.copytree(run, tmp_path / "plain")
     recipe = plain / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("ema: 0.9", "ema: null"))
-    first, _ = grid(capsys, tmp_path / "a.png", plain, *QUICK, "--classes", "3")
-    assert (grid(capsys, tmp_path / "a.png", plain, *QUICK, "--classes", "3", "--raw")[0] == first).all()
+    asked = [tmp_path / "a.png", plain, "--classes", "3"]
+    first, _ = grid(capsys, *asked)
+    assert (grid(capsys, *asked, "--raw")[0] == first).all()
 
 
 def test_bad_requests(run, capsys, tmp_path):
-    assert "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'" in refuse(
-        capsys, "sample", run, "--classes", "ten"
-    )
-    assert "--classes: unknown class '10'" in refuse(capsys, "sample", run, "--classes", "1,10")
-    assert "steps: expected 1 to 1000, got 1001" in refuse(capsys, "sample", run, "--steps", 1001)
-    assert "no folder" in refuse(capsys, "sample", run, "--out", tmp_path / "none" / "a.png")
-    assert "images are written to FILE.png" in refuse(capsys, "sample", run, "--out", tmp_path / "a.gif")
-    assert "--chunk-size: add --form chunk or rnn" in refuse(capsys, "sample", run, "--chunk-size", 4)
-    for option, value in (("--guidance", -1), ("--eta", 2), ("--count", 0), ("--form", "fast")):
-        assert option in refuse(capsys, "sample", run, option, value)
+    for option, value, message in (
+        ("--classes", "ten", "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'"),
+        ("--classes", "1,10", "--classes: unknown class '10'"),
+        ("--steps", 1001, "steps: expected 1 to 1000, got 1001"),
+        ("--out", tmp_path / "none" / "a.png", "no folder"),
+        ("--out", tmp_path / "a.gif", "images are written to FILE.png"),
+        ("--chunk-size", 4, "--chunk-size: add --form chunk or rnn"),
+        ("--guidance", -1, "--guidance"),
+        ("--eta", 2, "--eta"),
+        ("--count", 0, "--count"),
+        ("--form", "fast", "--form"),
+    ):
+        assert message in refuse(capsys, "sample", run, option, value)
 
 
 def test_a_run_that_makes_nothing(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
-    said = refuse(capsys, "sample", tmp_path / "runs" / "tiny")
+    classifier = tmp_path / "runs" / "tiny"
+    said = refuse(capsys, "sample", classifier)
     assert "task 'image_classification' generates no images, expected a run of diffusion" in said
+    assert "generates no text" in refuse(capsys, "generate", classifier, "--prompt", "a")
 
 
 def test_predict_says_what_makes_images(run, capsys, tmp_path):
@@ -120,23 +125,22 @@ def test_predict_says_what_makes_images(run, capsys, tmp_path):
 def test_a_diverged_run_draws_nothing(run, capsys, tmp_path):
     broken = shutil.copytree(run, tmp_path / "broken")
     changed(broken, lambda x: x.fill_(torch.nan))
-    out = tmp_path / "a.png"
-    assert "the outputs of its model are not finite, the run has diverged" in refuse(
-        capsys, "sample", broken, *QUICK, "--out", out
-    )
-    assert not out.exists()
+    line = refuse(capsys, "sample", broken, *QUICK, "--out", tmp_path / "a.png")
+    assert "the outputs of its model are not finite, the run has diverged" in line
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_compiled_where_it_is_asked(run, tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr("tools.sample.compile_blocks", asked.append)
     for more in ([], ["--compile"]):
-        grid(capsys, tmp_path / "a.png", run, *QUICK, *more, "--classes", "3", "--count", 1)
+        grid(capsys, tmp_path / "a.png", run, *more, "--classes", "3", "--count", 1)
     assert len(asked) == 1
 
 
 def test_a_run_is_evaluated_in_every_form(run, capsys):
     assert here("eval", run, "--eager") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["form", "loss"]
-    assert len({line.split()[1 + (line.split()[1][0] == "(")] for line in lines[2:6]}) == 1
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["form", "loss"]
+    losses = {row.replace(" (", "(").split()[1] for row in rows[:4]}
+    assert len(losses) == 1

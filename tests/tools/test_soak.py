@@ -4,21 +4,26 @@ import pytest
 import torch
 
 from tests.helpers import here, tiny_recipe
+from tests.tools.queues import Forked
+from tools import soak
 from tools.soak import differing
 
 pytest.importorskip("sklearn")
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_where_the_other_does(tmp_path, capsys):
+@pytest.mark.process
+def test_a_run_killed_again_and_again_ends_where_the_other_does(tmp_path, capsys, monkeypatch):
     """Kill a run at a random moment, and in a save."""
+    monkeypatch.setattr(soak, "start_command", Forked)
+    monkeypatch.setattr(soak, "TRAINING", 0.7)  # the processes start in less than a second
     path = tiny_recipe(tmp_path, trainer={"ema": 0.9})
-    report, kills = tmp_path / "soak.md", 2
-    flags = ["--kills", kills, "--seed", 6, "--report", report]
-    assert here("soak", "--recipe", path, *flags, "trainer.steps=100") == 0
+    report = tmp_path / "soak.md"
+    assert here("soak", "--recipe", path, "--kills", 2, "--seed", 6, "--report", report, "trainer.steps=100") == 0
     text = report.read_text()
-    assert "| result | equal, bit for bit |" in text and "at any time" in text and "in a save" in text
-    assert f"# {kills} kills in one run" in capsys.readouterr().out
+    for words in ("| result | equal, bit for bit |", "at any time", "in a save"):
+        assert words in text, words
+    assert "# 2 kills in one run" in capsys.readouterr().out
 
 
 def test_a_difference_is_found():

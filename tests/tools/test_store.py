@@ -19,9 +19,11 @@ def test_rows_grow_and_are_replaced(tmp_path):
     for a, ms in ((1, 5), (2, 6), (1, 7)):
         first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
     first.save("text", sums=[13])
-    assert (tmp_path / "r.md").read_text() == "text" and json.loads(path.read_text())["sums"] == [13]
+    assert (tmp_path / "r.md").read_text() == "text"
+    assert json.loads(path.read_text())["sums"] == [13]
     again = Store(path, rows=key).load()
-    assert [row["ms"] for row in again.rows.values()] == [6, 7] and not again.new
+    assert [row["ms"] for row in again.rows.values()] == [6, 7]
+    assert not again.new
     assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest group first
     assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
     assert not Store(path, rows=("a",)).load(fresh=True).rows
@@ -29,29 +31,34 @@ def test_rows_grow_and_are_replaced(tmp_path):
         with pytest.raises(ConfigError, match="not a report of this command"):
             Store(path, **other).load()
     later = Store(path, later=("c",), rows=("a", "c")).load()
-    assert set(later.rows) == {(row["a"], None) for row in again.rows.values()}
-    assert [len(rows) for rows in later.groups(("c",))] == [len(later.rows)]
+    assert set(later.rows) == {(1, None), (2, None)}
+    assert [len(rows) for rows in later.groups(("c",))] == [2]
+
+
+def save(store: Store) -> None:
+    """Save a store; check that another process could not write at the same time."""
+    with store.alone():
+        descriptor = os.open(store.path.parent, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        store.save("")
 
 
 def test_two_processes_keep_the_rows_of_each_other(tmp_path):
     """Check two stores of one file: rows of both are kept, and of one row the value that was saved last."""
     path, keys = tmp_path / "new" / "r.json", {"rows": ("a",), "rates": ("a",)}
-    ours, theirs = (Store(path, **keys).load() for _ in range(2))
-
-    def save(store: Store, *rows: dict, table: str = "rows") -> None:
-        for row in rows:
-            store.add(row, table)
-        with store.alone():
-            descriptor = os.open(path.parent, os.O_RDONLY)
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.close(descriptor)
-            store.save("")
-
-    save(ours, {"a": 1, "ms": 5})
-    save(ours, {"a": 1, "rate": 2.0}, table="rates")
-    save(theirs, {"a": 1, "ms": 6}, {"a": 2, "ms": 7})
-    save(ours, {"a": 3, "ms": 8})
+    ours = Store(path, **keys).load()
+    theirs = Store(path, **keys).load()
+    ours.add({"a": 1, "ms": 5})
+    save(ours)
+    ours.add({"a": 1, "rate": 2.0}, "rates")
+    save(ours)
+    theirs.add({"a": 1, "ms": 6})
+    theirs.add({"a": 2, "ms": 7})
+    save(theirs)
+    ours.add({"a": 3, "ms": 8})
+    save(ours)
     held = Store(path, **keys).load()
     assert held.tables["rates"] == {(1,): {"a": 1, "rate": 2.0}}
     assert {a: row["ms"] for (a,), row in held.rows.items()} == {1: 6, 2: 7, 3: 8}
@@ -64,15 +71,15 @@ def test_fresh_replaces_rows_once(tmp_path):
     fresh.load(fresh=True)
     for a, saver in ((2, fresh), (3, other.load()), (4, fresh)):
         saver.add({"a": a})
-        with saver.alone():
-            saver.save("")
+        save(saver)
         assert set(saver.rows) == {(n,) for n in range(2, a + 1)}
 
 
 def test_tables_beside_the_rows(tmp_path):
     store = Store(tmp_path / "r.json", rows=("a",), rates=("a",))
     store.add({"a": 1, "rate": 2.0}, "rates")
-    assert not store.new and not store.rows
+    assert not store.new
+    assert not store.rows
     store.save("")
     assert Store(store.path, rows=("a",), rates=("a",)).load().tables["rates"] == {(1,): {"a": 1, "rate": 2.0}}
 
@@ -81,20 +88,17 @@ def test_the_reports_of_this_repository_can_be_added_to():
     folder = ROOT / "reports"
     assert Report(folder).load().settings()
     assert len(Store(folder / "vision.json", rows=("model", "seed")).load().rows) > 10
-    for module, name, key in (
-        (train, "train", ("mixer",)),
-        (inference, "inference", ("size", "form", "chunk_size")),
-    ):
+    for module, name, key in ((train, "train", ("mixer",)), (inference, "inference", ("size", "form", "chunk_size"))):
         store = Store(folder / f"{name}.json", later=module.LATER, rows=(*module.SETTING, *key)).load()
-        assert store.rows and module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))
+        assert store.rows
+        assert module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))
 
 
-def test_noise_does_not_fill_an_axis():
+@pytest.mark.parametrize(("values", "span"), [([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)])
+def test_noise_does_not_fill_an_axis(values, span):
     """Check that an axis spans at least a tenth of the largest value, and is unchanged if values vary more."""
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    for values, span in (([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)):
-        ax = figure.subplots()
-        ax.plot(values)
-        widen(ax)
-        low, high = ax.get_ylim()
-        assert span * 0.95 <= high - low <= span * 1.05
+    ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    ax.plot(values)
+    widen(ax)
+    low, high = ax.get_ylim()
+    assert span * 0.95 <= high - low <= span * 1.05

@@ -1,13 +1,19 @@
-"""Helpers that train in this process, without the command."""
+"""Helpers that train in this process, without the command, and that read what a run has written."""
 
 import json
+import sys
+import time
 
+import pytest
 import torch
 
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import seed_everything, start_runtime
+from tests.processes import CONTEXT, run_in
 from tools.compose import build_data, make_task, resolve
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, or forks processes from a server")
 
 
 def trainer(recipe, folder, workers=0):
@@ -21,23 +27,93 @@ def trainer(recipe, folder, workers=0):
 
 
 def train(path, folder, *overrides, stop_at=None, workers=0):
-    """Train in this process; `stop_at` asks the run to stop after that step, as a signal does."""
-    t = trainer(resolve(path, overrides), folder, workers)
-    if stop_at is not None:
-        step = t.train_step
-
-        def train_step(*args):
-            t.stopping = t.state.step + 1 >= stop_at
-            return step(*args)
-
-        t.train_step = train_step
+    """Train in this process; `stop_at` asks the run to stop after that step."""
+    t = stopped_at(trainer(resolve(path, overrides), folder, workers), stop_at)
     t.fit()
     return t
+
+
+def before_steps(t, act):
+    """Call `act()` before every training step of a trainer; return the trainer."""
+    step = t.train_step
+
+    def train_step(*args):
+        act()
+        return step(*args)
+
+    t.train_step = train_step
+    return t
+
+
+def stopped_at(t, last):
+    """Ask a run to stop after step `last`, as a signal does; with None, never."""
+
+    def ask():
+        t.stopping = last is not None and t.state.step + 1 >= last
+
+    return before_steps(t, ask)
 
 
 def same(a, b):
     return all(torch.equal(a[k], b[k]) for k in a)
 
 
+def assert_close(got, expected, rtol=1e-3, atol=2e-5):
+    """Check that two models, or states of a model, have almost the same weights."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            got[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def logged(folder, kind, *names):
+    """Return the named values of all lines of a kind; of one name, the values alone."""
+    rows = [[line.get(name) for name in names] for line in lines(folder) if line["kind"] == kind]
+    return [row[0] for row in rows] if len(names) == 1 else rows
+
+
+def events_of(folder):
+    """Read what a run has written for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def command_after(prepare, folder, *args):
+    """Call `prepare` and run a command in a process of its own; return its exit code and what it said on stderr."""
+    folder.mkdir()
+    process = CONTEXT.Process(target=_prepared, args=(prepare, str(folder), list(map(str, args))))
+    process.start()
+    process.join(120)
+    return process.exitcode, (folder / "stderr").read_text()
+
+
+def _prepared(prepare, folder, args):
+    prepare()
+    run_in(folder, args, {"OMP_NUM_THREADS": "1"})
+
+
+def wait_for(condition, process=None, seconds=120):
+    """Wait for a condition while a process runs."""
+    deadline = time.time() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def run_all(function, *calls, seconds=60):
+    """Call `function(*call)` for all calls at once, each in a process; return the processes, which have ended."""
+    processes = [CONTEXT.Process(target=function, args=call) for call in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(seconds)
+    return processes

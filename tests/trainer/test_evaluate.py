@@ -1,6 +1,7 @@
 """Tests of evaluation: the collected values, in one process and several, and the selection of the best one."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lion.trainer.runtime import Runtime
 from tests.helpers import state_of
 from tests.processes import in_processes
 from tests.trainer import toys
-from tests.trainer.helpers import lines
+from tests.trainer.helpers import assert_close, before_steps, events_of, lines, logged, same
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -80,10 +81,8 @@ def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_
     Every training step draws too. The model and its average are evaluated twice each, in batches of 16 of 23 samples.
     """
     states = []
-    for name, kind in (("plain", toys.Sides), ("drawing", Sampler)):
-        t = toys.trainer(tmp_path / name, kind=kind, steps=4)
-        step = t.train_step
-        t.train_step = lambda *args, step=step: torch.rand(3) is not None and step(*args)
+    for kind in (toys.Sides, Sampler):
+        t = before_steps(toys.trainer(tmp_path / kind.__name__, kind=kind, steps=4), partial(torch.rand, 3))
         assert t.fit()
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
@@ -97,20 +96,20 @@ def test_what_an_evaluation_draws_is_the_same_for_every_model_and_not_missed_in_
     assert evaluate(toys.Net(), val, t.task, CPU, seed=derive(1, "val"))["drawn"] != value
 
 
-@pytest.mark.parametrize("after", [0, 3, 8])
-def test_it_stops_in_any_pass_and_leaves_the_mode_alone(after):
+def test_it_stops_in_any_pass_and_leaves_the_mode_alone():
     """Stop in one of 6 batches, or in one of the 6 of the separate pass."""
-    asked = iter(range(100))
     model, task = toys.Net().train(), toys.Sides(toys.Config(), toys.Info())
-    loader = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
-    assert evaluate(model, loader.held_out()["val"], task, CPU, stop=lambda: next(asked) == after) is None
-    assert model.training and next(asked) == after + 1
+    data = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
+    for after in (0, 3, 8):
+        answers = iter([False] * after + [True, "not asked again"])
+        assert evaluate(model, data.held_out()["val"], task, CPU, stop=answers.__next__) is None
+        assert model.training and next(answers) == "not asked again"
 
 
 def test_a_lower_perplexity_is_the_better_one(tmp_path):
     t = toys.trainer(tmp_path / "run", steps=12)
     assert t.fit()
-    values = {x["step"]: x["perplexity"] for x in lines(tmp_path / "run") if x["kind"] == "val"}
+    values = dict(logged(tmp_path / "run", "val", "step", "perplexity"))
     best = min(values, key=values.get)
     assert values[best] < values[2] and t.state.best == {"value": values[best], "step": best}
     assert state_of(tmp_path / "run", "best")["step"] == best
@@ -121,34 +120,33 @@ def test_more_splits_are_measured_and_choose_nothing(tmp_path):
         def __getitem__(self, index):
             return {**super().__getitem__(index), "x": torch.full((4,), math.nan)}
 
-    folders = [tmp_path / "alone", tmp_path / "more"]
-    alone = toys.trainer(folders[0])
-    both = toys.trainer(folders[1], more={"far": toys.Points(9, 2), "same": toys.Points(23, 1), "off": Broken(5, 3)})
+    more = {"far": toys.Points(9, 2), "same": toys.Points(23, 1), "off": Broken(5, 3)}
+    folder, alone, both = (
+        tmp_path / "more",
+        toys.trainer(tmp_path / "alone"),
+        toys.trainer(tmp_path / "more", more=more),
+    )
     assert alone.fit() and both.fit() and both.state.best == alone.state.best and both.state.best["step"] > 0
-    kinds = [{(x["kind"], x["step"]): x for x in lines(folder)} for folder in folders]
-    assert {kind for kind, _ in kinds[0]} == {"train", "val", "val_ema"}
-    assert {kind for kind, _ in kinds[1]} - {kind for kind, _ in kinds[0]} == {
-        f"val_{name}{ema}" for name in ("far", "same", "off") for ema in ("", "_ema")
-    }
-    for step in (2, 4, 6):
-        for ema in ("", "_ema"):
-            val, same, far, off = (kinds[1][f"val{name}{ema}", step] for name in ("", "_same", "_far", "_off"))
-            assert val["loss"] == same["loss"] == kinds[0][f"val{ema}", step]["loss"] != far["loss"]
-            assert off["loss"] is None
-    for name, value in alone.model.state_dict().items():
-        assert torch.equal(value, both.model.state_dict()[name]), name
+    assert {x["kind"] for x in lines(tmp_path / "alone")} == {"train", "val", "val_ema"}
+    assert len({x["kind"] for x in lines(folder)}) == 3 + 2 * len(more)
+    for ema in ("", "_ema"):
+        expected = logged(tmp_path / "alone", f"val{ema}", "step", "loss")
+        assert [step for step, _ in expected] == [2, 4, 6]
+        assert logged(folder, f"val{ema}", "step", "loss") == expected
+        assert logged(folder, f"val_same{ema}", "step", "loss") == expected
+        for (_, loss), far in zip(expected, logged(folder, f"val_far{ema}", "loss"), strict=True):
+            assert far != loss
+        assert logged(folder, f"val_off{ema}", "loss") == [None, None, None]
+    assert same(alone.model.state_dict(), both.model.state_dict())
 
 
 def test_text_and_images_of_progress_are_shown(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     class Writer(toys.Sides):
         def progress(self, model, batch):
             return {"said": f"{len(batch['x'])} points", "drawn": torch.zeros(3, 2, 2)}
 
     assert toys.trainer(tmp_path / "run", kind=Writer).fit()
-    events = EventAccumulator(str(tmp_path / "run"))
-    events.Reload()
+    events = events_of(tmp_path / "run")
     said = events.Tensors("said/text_summary")
     assert [(e.step, e.tensor_proto.string_val[0]) for e in said] == [(step, b"16 points") for step in (2, 4, 6)]
     assert [e.step for e in events.Images("drawn")] == [2, 4, 6]
@@ -170,29 +168,14 @@ def test_of_equals_the_longer_trained_is_kept(tmp_path, metric, values, steps):
         assert newest(tmp_path / "run", "best").step == steps[step - 1]
 
 
-def test_rates_keep_their_factors_over_a_stop(tmp_path):
-    straight = toys.trainer(tmp_path / "a")
-    assert straight.fit()
-    stopped = toys.trainer(tmp_path / "b")
-    step = stopped.train_step
-
-    def train_step(*args):
-        stopped.stopping = stopped.state.step == 2
-        return step(*args)
-
-    stopped.train_step = train_step
-    assert not stopped.fit()
-    resumed = toys.trainer(tmp_path / "b")
-    assert resumed.fit()
-    for name, value in straight.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    for name, value in straight.ema.state_dict().items():
-        assert torch.equal(value, resumed.ema.state_dict()[name]), name
-    (last,) = (x["lr"] for x in lines(tmp_path / "b") if x["kind"] == "train" and x["step"] == 6)
-    groups = [(g["lr"], g["weight_decay"]) for g in resumed.optimizer.param_groups]
+def test_rates_keep_their_factors_and_buffers_are_averaged(tmp_path):
+    t = toys.trainer(tmp_path / "run")
+    assert t.fit()
+    last = logged(tmp_path / "run", "train", "lr")[-1]
+    groups = [(g["lr"], g["weight_decay"]) for g in t.optimizer.param_groups]
     assert groups == [(last, 0.1), (last, 0.0), (0.1 * last, 0.0)]
     averaged = sum(0.1 * step * 0.9 ** (6 - step) for step in range(1, 7))
-    assert resumed.model.steps.eq(6).all() and straight.ema.steps.tolist() == pytest.approx([averaged] * 4)
+    assert t.model.steps.eq(6).all() and t.ema.steps.tolist() == pytest.approx([averaged] * 4)
 
 
 @pytest.mark.slow
@@ -210,6 +193,5 @@ def test_two_processes_measure_the_same_and_shards_keep_their_marks(tmp_path):
     a, b = (state_of(tmp_path / run, "best") for run in ("alone", "run"))
     assert a["step"] == b["step"]
     for part in ("model", "ema"):
-        assert a[part].keys() == b[part].keys() and "steps" in a[part]
-        for name, value in a[part].items():
-            torch.testing.assert_close(b[part][name], value, rtol=1e-4, atol=1e-6)
+        assert "steps" in a[part]
+        assert_close(b[part], a[part], rtol=1e-4, atol=1e-6)

@@ -1,11 +1,9 @@
 """Tests of runs with several real processes: death, restart, sharding, and signals during compilation."""
 
-import contextlib
 import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -16,10 +14,10 @@ import yaml
 from lion.config import ConfigError, to_dict
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import newest, steps_of
-from lion.trainer.compilation import EMPTY_KERNEL, missing_compiler
+from lion.trainer.compilation import missing_compiler
 from tests.helpers import refuse, state_of, tiny_recipe
-from tests.processes import Command, in_ranks
-from tests.trainer.helpers import lines, train
+from tests.processes import CONTEXT, Command, in_ranks, run_in
+from tests.trainer.helpers import assert_close, lines, linux, train, wait_for
 from tools import checks, consolidate
 from tools import train as tools_train
 from tools.compose import resolve
@@ -29,14 +27,12 @@ from tools.soak import differing
 
 pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.slow, pytest.mark.process]
+STEPS = 40
+DISTURBED = {"batch_size": 48, "steps": STEPS, "save_every": 4, "eval_every": 20}
 
 
-def wait_for(condition, process, seconds=120):
-    deadline = time.time() + seconds
-    while not condition():
-        assert process.poll() is None, process
-        assert time.time() < deadline
-        time.sleep(0.1)
+def alive(pid):
+    return Path(f"/proc/{pid}").exists()
 
 
 def ranks(pid):
@@ -50,10 +46,16 @@ def ranks(pid):
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def assert_ended_alike(root):
+    """Check that the disturbed run has ended bit for bit like the undisturbed one."""
+    assert not differing(state_of(root / "runs" / "undisturbed"), state_of(root / "runs" / "tiny"))
+    assert lines(root / "runs" / "tiny")[-1]["step"] == STEPS
+
+
+@linux
 def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     """Check a restart of three processes: with more than two, the order of adding gradients must not change."""
-    path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 10, "eval_every": 30})
+    path = tiny_recipe(tmp_path, trainer=DISTURBED)
     undisturbed = in_ranks(3, "train", path, "--no-eval", "run.name=undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     folder = tmp_path / "runs" / "tiny"
@@ -66,22 +68,24 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     assert done.returncode == 1, done
     assert "error: process 1 of 3 died (SIGKILL), the others were stopped; the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr, done
-    assert newest(folder, "last").step < 60
+    assert newest(folder, "last").step < STEPS
     again = in_ranks(3, "train", path, "--no-eval")
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
     assert "bit for bit" in again.stderr
-    assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
-    assert lines(folder)[-1]["step"] == 60
+    assert_ended_alike(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
+@linux
 def test_a_machine_dies_and_comes_back_and_the_run_ends_bit_for_bit(tmp_path):
     """Check two machines, which are two launchers here; all processes of one of them are killed."""
-    path = tiny_recipe(tmp_path, trainer={"batch_size": 48, "steps": 60, "save_every": 5, "eval_every": 30})
+    path = tiny_recipe(tmp_path, trainer=DISTURBED)
     assert in_ranks(2, "train", path, "--no-eval", "run.name=undisturbed").returncode == 0
-    folder = tmp_path / "runs" / "tiny"
-    with socket.create_server(("localhost", 0)) as free:
-        head = f"localhost:{free.getsockname()[1]}"
+    folder, head = tmp_path / "runs" / "tiny", f"localhost:{free_port()}"
     call = ("train", path, "--no-eval", "--processes", 1, "--nodes", 2, "--head", head, "--restarts", 3)
 
     def machine(host: bool) -> Command:
@@ -93,15 +97,14 @@ def test_a_machine_dies_and_comes_back_and_the_run_ends_bit_for_bit(tmp_path):
     (trained,) = ranks(first.pid).values()
     for pid in (second.pid, *descendants(second.pid)):
         os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{trained}").exists(), first)
+    wait_for(lambda: not alive(trained), first)
     kept = newest(folder, "last").step
-    assert kept < 60
+    assert kept < STEPS
     ends = [each.wait(300) for each in (machine(False), first)]
     assert [end.returncode for end in ends] == [0, 0], ends
     said = "".join(end.stderr for end in ends)
-    assert f"resuming at step {kept} of 60: exact state" in said and "bit for bit" in said
-    assert not differing(state_of(tmp_path / "runs" / "undisturbed"), state_of(folder))
-    assert lines(folder)[-1]["step"] == 60
+    assert f"resuming at step {kept} of {STEPS}: exact state" in said and "bit for bit" in said
+    assert_ended_alike(tmp_path)
 
 
 def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
@@ -118,23 +121,6 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     machines = ("--nodes", "4", "--processes", "2", "--head", "127.0.0.1:1", "--restarts", "3")
     assert tools_train.main([str(path), "seed=2", *machines]) == 0
     assert calls.pop() == (Machines(2, 4, "127.0.0.1:1", 3), [str(path), "seed=2", "--form", "all"])
-    options = [
-        "--nnodes=4",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:1",
-        "--nproc-per-node=2",
-        "--max-restarts=3",
-    ]
-    assert Machines(2, 4, "127.0.0.1:1", 3).options() == options
-    with pytest.raises(ConfigError, match="--head: one machine needs none"):
-        Machines(2, head="127.0.0.1:1").options()
-    with pytest.raises(ConfigError, match="--nodes: several machines need --head HOST:PORT"):
-        Machines(2, 4).options()
-    for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
-        with pytest.raises(ConfigError, match=f"--head: expected HOST:PORT .*, got '{head}'"):
-            Machines(2, 4, head).options()
-    with pytest.raises(ConfigError, match=r"--head: host 'no\.such\.invalid' is not known here"):
-        Machines(2, 4, "no.such.invalid:29500").options()
     with pytest.raises(ConfigError, match="--fresh: every restart would start anew"):
         tools_train.main([str(path), "--fresh", *machines])
     with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):
@@ -154,7 +140,28 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     assert len(seeds) == 9 and tools_train.seed_of(0, 2) == 2
 
 
-def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside(tmp_path):
+def test_the_options_of_torchrun():
+    assert Machines(2, 4, "127.0.0.1:1", 3).options() == [
+        "--nnodes=4",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:1",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+    ]
+    refused = [
+        (Machines(2, head="127.0.0.1:1"), "--head: one machine needs none"),
+        (Machines(2, 4), "--nodes: several machines need --head HOST:PORT"),
+        (Machines(2, 4, "no.such.invalid:29500"), r"--head: host 'no\.such\.invalid' is not known here"),
+    ]
+    for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
+        refused.append((Machines(2, 4, head), f"--head: expected HOST:PORT .*, got '{head}'"))
+    for machines, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            machines.options()
+
+
+def test_what_all_processes_refuse_is_said_once_and_the_run_ends_for_any_launcher(tmp_path):
+    """Check that nothing is set aside before, that the recipe is kept, and that a complete run is evaluated."""
     path, runs = tiny_recipe(tmp_path), tmp_path / "runs"
     flags = ("--fresh", "--no-eval")
     (runs / "tiny").mkdir(parents=True)
@@ -167,37 +174,57 @@ def test_what_all_processes_refuse_is_said_once_and_before_anything_is_set_aside
     done = in_ranks(2, "train", path, *flags)
     assert done.returncode == 0 and "the earlier run is kept as" in done.stdout, done.stderr
     assert (runs / "tiny.old1" / "mine.txt").exists() and steps_of(runs / "tiny", "last")
+    changed = in_ranks(1, "train", path, "optim.weight_decay=0.9")
+    assert changed.returncode == 2 and "holds a run of another recipe" in changed.stderr
+    assert "weight_decay: 0.9" not in (runs / "tiny" / "recipe.yaml").read_text()
+    for said in ("best on val", "is complete, nothing to train"):
+        done = in_ranks(2, "train", path, "--form", "full")
+        assert done.returncode == 0 and said in done.stdout, done
 
 
+def as_launcher(folder, port, path):
+    """Start a command in two processes, as a launcher does, and wait."""
+    for rank in ("0", "1"):
+        os.makedirs(f"{folder}/{rank}")
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port}
+        variables |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "test"}
+        if os.fork() == 0:
+            run_in(f"{folder}/{rank}", ["train", path, "--no-eval"], variables)
+    time.sleep(600)
+
+
+@linux
 def test_ranks_end_with_their_launcher(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 50_000, "save_every": 10})
-    process = Command("train", path, "--processes", 2, "--no-eval")
-    wait_for(lambda: steps_of(tmp_path / "runs" / "tiny", "last"), process)
-    orphans = ranks(process.pid).values()
-    process.wait(0)
-    deadline = time.time() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.time() < deadline:
-        time.sleep(0.1)
-    assert len(orphans) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in orphans)
-    assert "Traceback" not in process.wait(0).stderr
+    launcher = CONTEXT.Process(target=as_launcher, args=(str(tmp_path), str(free_port()), str(path)))
+    launcher.start()
+    wait_for(lambda: steps_of(tmp_path / "runs" / "tiny", "last"))
+    orphans = descendants(launcher.pid)
+    launcher.kill()
+    for rank, pid in enumerate(orphans):
+        wait_for(lambda pid=pid: not alive(pid), seconds=60)
+        assert "Traceback" not in (tmp_path / str(rank) / "stderr").read_text()
+    assert len(orphans) == 2
 
 
 def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     changes = {"steps": 8, "ema": 0.9, "clip_grad": 1}
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer=changes)
     runs = tmp_path / "runs"
-    fsdp = ("trainer.parallel=fsdp", "--no-eval")
-    done = in_ranks(2, "train", path, "run.name=sharded", *fsdp)
-    assert done.returncode == 0, done.stderr
-    assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
 
+    def in_two_ranks(name):
+        done = in_ranks(2, "train", path, f"run.name={name}", "trainer.parallel=fsdp", "--no-eval")
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    in_two_ranks("sharded")
+    assert newest(runs / "sharded", "last").sharded and not newest(runs / "sharded", "best").sharded
     for name in ("again", "alone"):  # copies of the state at step 6
         shutil.copytree(runs / "sharded", runs / name)
         shutil.rmtree(newest(runs / name, "last").path)
         text = (runs / name / "recipe.yaml").read_text().replace("name: sharded", f"name: {name}")
         (runs / name / "recipe.yaml").write_text(text)
-    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
-    assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
+    assert "resuming at step 6" in in_two_ranks("again")
     train(path, runs / "alone")
     train(path, runs / "one")
 
@@ -216,75 +243,71 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
         got = state_of(runs / name)
         assert got.keys() == expected.keys()
         for part in ("model", "ema"):
-            for key, value in expected[part].items():
-                torch.testing.assert_close(got[part][key], value, rtol=1e-3, atol=2e-5)
+            assert_close(got[part], expected[part])
     shutil.rmtree(newest(runs / "again", "last").path)  # an unsharded checkpoint can also resume sharded
     shutil.rmtree(newest(runs / "again", "last").path)
     shutil.copytree(runs / "one/checkpoints/last-6", runs / "again/checkpoints/last-6")
-    done = in_ranks(2, "train", path, "run.name=again", *fsdp)
-    assert done.returncode == 0 and "resuming at step 6" in done.stderr, done.stderr
+    assert "resuming at step 6" in in_two_ranks("again")
     assert newest(runs / "again", "last").sharded and consolidate.main([str(runs / "again")]) == 0
     first, second = (each["torch"] for each in state_of(runs / "again")["random"])
     assert not torch.equal(first, second), "both processes draw the same noise"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Make a cache of the compiler that holds no kernel of a model, but what two runs can share."""
-    return str(tmp_path_factory.mktemp("cache"))
+COMPILER = """#!/bin/sh
+# a compiler of C++ that builds no test program, and needs a minute for a kernel until the signal
+case "$*" in
+*.main.cpp*) ;;
+*.cpp*) exit 1 ;;
+*) exec {compiler} "$@" ;;
+esac
+for word; do
+    case "$word" in *.main.cpp) grep -q 'kernel(float\\* x) {{}}' "$word" && exit 1 ;; esac
+done
+test -e {signalled} && exit 1
+: > {marker}
+exec sleep 60
+"""
 
 
-@pytest.mark.parametrize(("number", "dim"), [(signal.SIGINT, 16), (signal.SIGTERM, 24)])  # each has kernels of its own
 @pytest.mark.skipif(missing_compiler() is not None, reason="no compiler")
-def test_a_signal_to_the_whole_group_while_compiling(tmp_path, cache, number, dim):
-    """Signal the whole group, including g++, as Ctrl-C in a terminal and a cluster's scheduler do."""
-    model = {"mixer": "softmax", "dim": dim}  # softmax compiles fastest
-    recipe = tiny_recipe(tmp_path, model=model, trainer={"compile": True})
-    process = Command("train", recipe, TORCHINDUCTOR_CACHE_DIR=cache)
-
-    def compiling():
-        """Return whether g++ compiles a kernel: earlier calls probe the machine, and a run continues without them."""
-        for comm in Path("/proc").glob("[0-9]*/comm"):
-            with contextlib.suppress(OSError):  # the process has ended
-                if comm.read_text() == "cc1plus\n" and os.getpgid(int(comm.parent.name)) == process.pid:
-                    words = comm.with_name("cmdline").read_text().split("\0")
-                    sources = (Path(word) for word in words if word.endswith(".main.cpp"))
-                    if any(EMPTY_KERNEL not in source.read_text() for source in sources):
-                        return True
-        return False
-
-    wait_for(compiling, process)
-    os.killpg(process.pid, number)
-    done = process.wait(60)
+def test_a_signal_to_the_whole_group_while_compiling(tmp_path):
+    """Signal the whole group, including the compiler, as Ctrl-C in a terminal and a cluster's scheduler do."""
+    marker, signalled, slow = tmp_path / "compiling", tmp_path / "signalled", tmp_path / "bin" / "g++"
+    slow.parent.mkdir()
+    slow.write_text(COMPILER.format(marker=marker, signalled=signalled, compiler=shutil.which("g++")))
+    slow.chmod(0o755)
+    variables = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "PATH": f"{slow.parent}:{os.environ['PATH']}"}
+    recipe = tiny_recipe(tmp_path, model={"mixer": "softmax"}, trainer={"compile": True})  # softmax compiles fastest
+    process = Command("train", recipe, **variables)
+    wait_for(marker.exists, process)
+    signalled.touch()
+    os.killpg(process.pid, signal.SIGINT)
+    done = process.wait(50)
     out = done.stdout + done.stderr
     assert done.returncode == 130 and "the same command resumes from there" in out, done
     assert "Traceback" not in out, done
-    found = newest(tmp_path / "runs" / "tiny", "last")  # if the compiler reacts to the signal, the step is not taken
-    assert f"stopped at step {found.step if found else 0} of 6" in out, done
+    assert "stopped at step 0 of 6" in out, done
 
 
-def test_two_commands_do_not_train_one_run(tmp_path, capsys):
-    path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
-    first = Command("train", path)
-    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size, first)
-    for extra in ((), ("--fresh",)):
-        assert f"process {first.pid} trains there now" in refuse(capsys, "train", path, *extra)
-    first.wait(0)
-    lines = metrics.read_text().count("\n")
-    third = Command("train", path)  # the lock ends with its owner
-    wait_for(lambda: metrics.read_text().count("\n") > lines, third)
-    third.wait(0)
-
-
-def test_a_fresh_run_does_not_move_a_folder_where_another_has_begun(tmp_path, capsys, monkeypatch):
+def test_two_commands_do_not_train_one_run(tmp_path, capsys, monkeypatch):
     path = tiny_recipe(tmp_path, trainer={"steps": 50_000})
     metrics, others = tmp_path / "runs" / "tiny" / "metrics.jsonl", []
+
+    def another():
+        """Start a command, and wait until it has trained."""
+        trained = metrics.read_text().count("\n") if metrics.exists() else 0
+        others.append(Command("train", path))
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > trained, others[-1])
+        return f"process {others[-1].pid} trains there now"
+
+    said = another()
+    for extra in ((), ("--fresh",)):
+        assert said in refuse(capsys, "train", path, *extra)
+    others.pop().wait(0)
     prepare = tools_train.prepare
 
-    def slowly(*args, **kwargs):  # after the first look at the folder
-        others.append(Command("train", path))
-        wait_for(lambda: metrics.exists() and metrics.stat().st_size, others[0])
+    def slowly(*args, **kwargs):  # after the first look at the folder, another begins: the lock ended with its owner
+        another()
         return prepare(*args, **kwargs)
 
     monkeypatch.setattr(tools_train, "prepare", slowly)
@@ -292,14 +315,3 @@ def test_a_fresh_run_does_not_move_a_folder_where_another_has_begun(tmp_path, ca
     assert f"process {others[0].pid} trains there now" in line
     assert [folder.name for folder in metrics.parent.parent.iterdir()] == ["tiny"]
     others[0].wait(0)
-
-
-def test_processes_of_another_launcher_keep_the_recipe_and_end_with_the_run(tmp_path):
-    path = tiny_recipe(tmp_path)
-    assert tools_train.main([str(path), "--no-eval"]) == 0
-    changed = in_ranks(1, "train", path, "optim.weight_decay=0.9")
-    assert changed.returncode == 2 and "holds a run of another recipe" in changed.stderr
-    assert "weight_decay: 0.9" not in (tmp_path / "runs" / "tiny" / "recipe.yaml").read_text()
-    for said in ("best on val", "is complete, nothing to train"):
-        done = in_ranks(2, "train", path, "--form", "full")
-        assert done.returncode == 0 and said in done.stdout, done

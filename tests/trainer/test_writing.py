@@ -23,7 +23,7 @@ from lion.trainer.writing import copied
 from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys
-from tests.trainer.helpers import lines
+from tests.trainer.helpers import before_steps, linux, logged, run_all
 from tools import consolidate
 from tools.soak import differing
 
@@ -34,7 +34,7 @@ def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
     """Check a checkpoint whose file is written two steps later."""
     assert toys.trainer(tmp_path / "whole", keep_last=9, save_every=2).fit()
     late = toys.trainer(tmp_path / "late", keep_last=9, save_every=2, save_async=True)
-    save, step, trained, at = torch.save, late.train_step, threading.Event(), {}
+    save, trained, at = torch.save, threading.Event(), {}
 
     def wait_and_save(state, file):
         if "optimizer" in state:
@@ -42,15 +42,13 @@ def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
             at[state["step"]] = late.state.step
         save(state, file)
 
-    def train_step(*args):
+    def join():
         if late.state.step == 3:  # about to take the fourth step, at whose end the next checkpoint is due
             trained.set()
             late.checkpoints.writing.thread.join()
-        return step(*args)
 
     monkeypatch.setattr(checkpointer.torch, "save", wait_and_save)
-    late.train_step = train_step
-    assert late.fit()
+    assert before_steps(late, join).fit()
     assert at[2] == 3 and at[6] == 6
     files = {kept: steps_of(tmp_path / kept, "last") for kept in ("whole", "late")}
     assert [step for step, _ in files["late"]] == [6, 4, 2]
@@ -59,18 +57,24 @@ def test_the_file_holds_the_state_of_its_step(tmp_path, monkeypatch):
         assert (a / "state.pt").stat().st_size == (b / "state.pt").stat().st_size
 
 
+def slowed(call, seconds):
+    def later(*args, **kwargs):
+        time.sleep(seconds)
+        return call(*args, **kwargs)
+
+    return later
+
+
 def test_the_time_of_a_save_is_that_for_which_training_stops(tmp_path, monkeypatch):
     """Check the seconds in the log, of saves that take at least 0.3 s to write."""
-    seal = checkpointer.seal
-    monkeypatch.setattr(checkpointer, "seal", lambda *args, **kwargs: (time.sleep(0.3), seal(*args, **kwargs))[1])
+    monkeypatch.setattr(checkpointer, "seal", slowed(checkpointer.seal, 0.3))
     for name, beside in (("plain", False), ("beside", True)):
-        assert toys.trainer(tmp_path / name, save_every=2, save_async=beside, eval_every=20, log_every=1).fit()
-        stops = [line.get("save_seconds") for line in lines(tmp_path / name) if line["kind"] == "train"]
+        assert toys.trainer(tmp_path / name, save_every=2, save_async=beside, eval_every=20).fit()
+        stops = logged(tmp_path / name, "train", "save_seconds")
         assert [stop is not None for stop in stops] == [False, False, True, False, True, False]
         assert (stops[2] < 0.3) == beside
     assert toys.trainer(tmp_path / "seldom", save_every=2, eval_every=3, log_every=4).fit()
-    (stop, _) = (line.get("save_seconds", 0) for line in lines(tmp_path / "seldom") if line["kind"] == "train")
-    assert stop >= 0.3  # an evaluation came between the save and the line
+    assert logged(tmp_path / "seldom", "train", "save_seconds")[0] >= 0.3  # an evaluation came before the line
 
 
 def test_copies_share_what_was_shared():
@@ -100,17 +104,14 @@ def test_a_full_disk_is_reported_by_the_next_save(tmp_path, monkeypatch, caplog)
 
 def test_an_error_of_training_names_the_checkpoint_in_writing(tmp_path, monkeypatch):
     t = toys.trainer(tmp_path / "run", **BESIDE)
-    step, write = t.train_step, checkpointer.seal
-    monkeypatch.setattr(checkpointer, "seal", lambda *args, **kwargs: (threading.Event().wait(0.2), write(*args))[1])
+    monkeypatch.setattr(checkpointer, "seal", slowed(checkpointer.seal, 0.2))
 
-    def train_step(*args):
+    def fail():
         if t.state.step == 2:
             raise OSError(5, "Input/output error", "pictures/1.jpg")
-        return step(*args)
 
-    t.train_step = train_step
     with pytest.raises(Exception, match=r"^pictures/1\.jpg: Input/output error; the checkpoint of step 2 is kept$"):
-        t.fit()
+        before_steps(t, fail).fit()
     assert newest(tmp_path / "run", "last").step == 2
 
 
@@ -147,14 +148,12 @@ OPERATIONS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.list
 KILLS = (20, 0, 1, 3, 5, 6, 9, 10, 12, 13, 15)
 
 
+@linux
 @pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="the processes are forked from a server")
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     run, before, leftovers = tmp_path / "killed", 0, 0
     for kill_at in KILLS:
-        process = CONTEXT.Process(target=life, args=(run, kill_at))
-        process.start()
-        process.join(60)
+        (process,) = run_all(life, (run, kill_at))
         assert process.exitcode == -signal.SIGKILL
         names = os.listdir(run / FOLDER)
         leftovers += any(name.startswith(".last") for name in names)
@@ -163,18 +162,14 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         assert not any(name.startswith("damaged") for name in names)
         before = 0 if whole is None else whole.step
     assert 3 < before < 16 and leftovers > 5
-    for folder in (run, tmp_path / "whole"):
-        process = CONTEXT.Process(target=life, args=(folder, None))
-        process.start()
-        process.join(60)
-        assert process.exitcode == 0
+    ended = run_all(life, (run, None), (tmp_path / "whole", None))
+    assert [process.exitcode for process in ended] == [0, 0]
     assert not differing(state_of(tmp_path / "whole"), state_of(run))
 
 
 def sharded(group, folder):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    write = FileSystemWriter.write_data
-    FileSystemWriter.write_data = lambda *args: (time.sleep(0.3), write(*args))[1]  # steps take milliseconds
+    FileSystemWriter.write_data = slowed(FileSystemWriter.write_data, 0.3)  # steps take milliseconds
     for name, beside in (("sync", False), ("async", True)):
         runtime = Runtime(torch.device("cpu"), rank, world)
         made = partial(toys.trainer, folder / name, runtime=runtime, parallel="fsdp", keep_last=9)
@@ -216,30 +211,26 @@ def shared_life(rank, folder, meeting, victim=None):
     dist.destroy_process_group()
 
 
+@linux
 @pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="the processes are forked from a server")
 def test_a_kill_of_one_process_leaves_a_whole_sharded_checkpoint(tmp_path):
     """Kill a process before its shard is written, then the first one when all shards are written."""
-    reached = [0]
-    for number, (folder, victim) in enumerate((("killed", 1), ("killed", 0), ("killed", None), ("whole", None))):
-        both = [
-            CONTEXT.Process(target=shared_life, args=(rank, tmp_path / folder, tmp_path / str(number), victim))
-            for rank in range(2)
-        ]
+    killed, reached = tmp_path / "killed", [0]
+    for victim in (1, 0):
+        meeting = tmp_path / f"meeting-{victim}"
+        both = [CONTEXT.Process(target=shared_life, args=(rank, killed, meeting, victim)) for rank in range(2)]
         for process in both:
             process.start()
-        if victim is not None:
-            both[victim].join(60)
-            assert both[victim].exitcode == -signal.SIGKILL
-            both[1 - victim].kill()  # as the launcher does
-        for process in both:
-            process.join(60)
-        if victim is not None:
-            assert any(name.startswith(".last") for name in os.listdir(tmp_path / folder / FOLDER))
-            reached.append(newest(tmp_path / folder, "last", quiet=True).step)
-        else:
-            assert [process.exitcode for process in both] == [0, 0]
+        both[victim].join(60)
+        assert both[victim].exitcode == -signal.SIGKILL
+        both[1 - victim].kill()  # as the launcher does
+        both[1 - victim].join(60)
+        assert any(name.startswith(".last") for name in os.listdir(killed / FOLDER))
+        reached.append(newest(killed, "last", quiet=True).step)
     assert 0 < reached[1] < reached[2] < 8
-    killed, whole = (newest(tmp_path / name, "last").path for name in ("killed", "whole"))
-    assert not differing(join_shards(killed), join_shards(whole))
-    assert not [name for name in os.listdir(tmp_path / "killed" / FOLDER) if not name.startswith(("last-", "best-"))]
+    for folder in (killed, tmp_path / "whole"):
+        both = run_all(shared_life, *((rank, folder, tmp_path / f"meeting-{folder.name}") for rank in range(2)))
+        assert [process.exitcode for process in both] == [0, 0]
+    shards = [join_shards(newest(folder, "last").path) for folder in (killed, tmp_path / "whole")]
+    assert not differing(*shards)
+    assert not [name for name in os.listdir(killed / FOLDER) if not name.startswith(("last-", "best-"))]

@@ -20,6 +20,7 @@ from lion.trainer.plan import make_plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, seed_everything
 from lion.trainer.schedule import ScheduleConfig
+from tests.trainer.helpers import stopped_at
 
 
 class Points(Dataset):
@@ -183,14 +184,7 @@ def train_sharded(group, folder):
     """Stop and resume a sharded run in every process of a group; return its metrics and groups of parameters."""
     runtime = Runtime(torch.device("cpu"), group.rank(), group.size())
     found = measure(runtime)
-    first = trainer(folder / "run", runtime=runtime, parallel="fsdp")
-    step = first.train_step
-
-    def train_step(*args):
-        first.stopping = first.state.step == 2
-        return step(*args)
-
-    first.train_step = train_step
+    first = stopped_at(trainer(folder / "run", runtime=runtime, parallel="fsdp"), 3)
     assert not first.fit() and first.state.step == 3
     resumed = trainer(folder / "run", runtime=runtime, parallel="fsdp")
     assert resumed.fit()

@@ -46,11 +46,12 @@ def by_hand(q, k, v, a, causal):
     out = torch.zeros_like(v)
     for h in range(len(q)):
         for i in range(q.shape[1]):
-            weights = [
-                (0.0 if causal and j > i else 1.0) * decay[h] ** abs(i - j) * (phi(q[h, i]) @ phi(k[h, j]))
-                for j in range(q.shape[1])
-            ]
-            out[h, i] = sum(w * v[h, j] for j, w in enumerate(weights)) / sum(weights)
+            total = 0
+            for j in range(i + 1 if causal else q.shape[1]):
+                weight = decay[h] ** abs(i - j) * (phi(q[h, i]) @ phi(k[h, j]))
+                out[h, i] += weight * v[h, j]
+                total += weight
+            out[h, i] /= total
     return out
 
 
@@ -111,30 +112,34 @@ def test_a_decoder_generates_and_can_look_both_ways():
     assert (both[0] - both[1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_last_rows_are_those_of_whole_sequences(dtype, masked):
+GAP = [-1] * 20 + [0] * 180 + [-1] * 40 + [0] * 60  # a text of several turns
+SEGMENTS = torch.tensor([GAP, [0] * 200 + [1] * 97 + [-1] * 3])
+HALF = 5e-2  # half precision rounds each gradient
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "masked"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, HALF), (torch.float16, HALF)],
+)
+def test_last_rows_are_those_of_whole_sequences(dtype, tolerance, segments):
     """Check queries of a cache against attention of all tokens, with padding that holds NaN, and documents."""
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 3, 300, n, generator=generator, dtype=torch.float64).to(dtype) for n in (8, 8, 5)]
     log_decay = -torch.rand(3, generator=generator)
-    gap = [-1] * 20 + [0] * 180 + [-1] * 40 + [0] * 60  # a text of several turns
-    segments = torch.tensor([gap, [0] * 200 + [1] * 97 + [-1] * 3]) if masked else None
     settings = Settings(form="auto", direction="forward", feature_map="silu_shifted", normalize="sum")
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5}.get(dtype, 5e-2)  # half precision rounds each gradient
+    real = torch.ones(2, 1, 300, 1, dtype=torch.bool) if segments is None else segments[:, None, :, None] >= 0
     for decay in (None, log_decay.to(dtype if dtype == torch.float64 else torch.float32)):
         results = []
-        for fn in (linear_attention, last_rows):
+        for fn in (last_rows, linear_attention):
             given = [x.detach().clone().requires_grad_() for x in whole]
-            q, k, v = (
-                given if segments is None else (x.where(segments[:, None, :, None] >= 0, torch.nan) for x in given)
-            )
-            q = q if fn is linear_attention else q[:, :, -100:]
+            q, k, v = (x.where(real, torch.nan) for x in given)
+            if fn is last_rows:
+                q = q[:, :, -100:]
             y = fn(q, k, v, decay, segments=segments, settings=settings)[:, :, -100:]
-            real = torch.ones(1, dtype=torch.bool) if segments is None else segments[:, None, -100:, None] >= 0
-            y = y.where(real, 0)
+            y = y.where(real[:, :, -100:], 0)
             results.append([y, *torch.autograd.grad(y.double().square().sum(), given)])
-        for got, want in zip(*reversed(results)):
+        for got, want in zip(*results):
             assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
@@ -173,21 +178,23 @@ def test_each_tower_of_a_model_has_decays_of_its_own_heads():
 
 
 def test_what_cannot_be_expressed_is_refused():
-    model = made("mistral", "lion_lit", sliding_window=4)
+    tokens = ROWS[1][None]
     with pytest.raises(ValueError, match=r"documents, causal or in both directions, and no others \(sliding windows"):
-        model(ROWS[1][None])
+        made("mistral", "lion_lit", sliding_window=4)(tokens)
     model = made("llama", "lion_lit")
-    with pytest.raises(ValueError, match="lion_lit: softcap is not available"):
-        model(ROWS[1][None], softcap=30.0)
-    with pytest.raises(ValueError, match=r"attention_mask: .*got float64 \(1, 1, 9, 9\); a mask of pairs"):
-        model(ROWS[1][None], torch.zeros(1, 1, 9, 9, dtype=torch.float64))
-    with pytest.raises(
-        ValueError, match=r"attention_mask: expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs"
+    for given, message in (
+        ({"softcap": 30.0}, "lion_lit: softcap is not available"),
+        ({"attention_mask": torch.zeros(1, 1, 9, 9).double()}, r"got float64 \(1, 1, 9, 9\); a mask of pairs"),
+        (
+            {"attention_mask": torch.ones(1, 9, 9).bool()},
+            r"expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs",
+        ),
     ):
-        model(ROWS[1][None], torch.ones(1, 9, 9, dtype=torch.bool))
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **given)
     model.set_attn_implementation("lion_d")
     with pytest.raises(ValueError, match=r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt"):
-        model(ROWS[1][None])
+        model(tokens)
     with pytest.raises(ValueError, match="LlamaModel has no module of the class BertSelfAttention"):
         add_decays(model, BertSelfAttention)
 

@@ -108,29 +108,38 @@ def test_rows_of_a_cache_are_selected_and_repeated():
     torch.testing.assert_close(found[:, 0], model(tokens[order]).logits[:, -1], rtol=0, atol=1e-11)
 
 
+PACKED = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])}
+
+
 def test_what_a_cache_cannot_do_is_refused():
     model, tokens = gpt("lion_lit"), ids(1, 6)
-    for packed in (
-        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
-        {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])},
-    ):
-        with pytest.raises(ValueError, match="use_cache: a cache holds one document per row"):
-            model(tokens, use_cache=True, **packed)
     cache = model(tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="position_ids: expected positions that count on from the tokens of the cache"):
-        model(tokens[:, :2], position_ids=torch.tensor([[0, 1]]), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 7\), got int64 \(1, 1\)"):
-        model(tokens[:, :1], torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
-    calls = [lambda cache: model(tokens, past_key_values=cache), lambda cache: model(tokens, cache=cache)]
-    calls.append(lambda cache: model.generate(tokens, past_key_values=cache, max_new_tokens=2))
-    for call in calls:
-        with pytest.raises(
-            ValueError, match=r"cache: expected a LionCache, got DynamicCache, which holds keys and val"
-        ):
-            call(transformers.DynamicCache())
-    with pytest.raises(ValueError, match="tokens: 33 in one row, this model has only 32 position embeddings"):
-        model(ids(1, 33), use_cache=True)
-    with pytest.raises(ValueError, match="tokens: more than the 32 position embeddings"):
-        model(ids(1, 27), past_key_values=cache)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model.generate(tokens, assistant_model=gpt(), max_new_tokens=2)
+    other = transformers.DynamicCache()
+    calls = [
+        (tokens, {"use_cache": True, name: x}, "use_cache: a cache holds one document") for name, x in PACKED.items()
+    ]
+    calls += [
+        (
+            tokens[:, :2],
+            {"position_ids": torch.tensor([[0, 1]]), "past_key_values": cache},
+            "position_ids: expected positions that count on from the tokens of the cache",
+        ),
+        (
+            tokens[:, :1],
+            {"attention_mask": torch.ones(1, 1, dtype=torch.long), "past_key_values": cache},
+            r"attention_mask: expected .* \(1, 7\), got int64 \(1, 1\)",
+        ),
+        (tokens, {"past_key_values": other}, "cache: expected a LionCache, got DynamicCache, which holds keys and val"),
+        (tokens, {"cache": other}, "cache: expected a LionCache, got DynamicCache, which holds keys and val"),
+        (ids(1, 33), {"use_cache": True}, "tokens: 33 in one row, this model has only 32 position embeddings"),
+        (ids(1, 27), {"past_key_values": cache}, "tokens: more than the 32 position embeddings"),
+    ]
+    for given, how, message in calls:
+        with pytest.raises(ValueError, match=message):
+            model(given, **how)
+    for how, message in (
+        ({"past_key_values": other}, "cache: expected a LionCache, got DynamicCache"),
+        ({"assistant_model": gpt()}, "assisted generation is not supported with stateful models"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens, max_new_tokens=2, **how)

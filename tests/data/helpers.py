@@ -1,0 +1,42 @@
+"""Helpers: data sets as recipes open them, and manifests that were edited."""
+
+import json
+
+import pytest
+
+import data
+from lion.config import ConfigError, build
+
+GONE = object()
+
+
+def opened(name, **settings):
+    """Return the data set that a recipe with these settings opens."""
+    kind = data.dataset(name)
+    return kind(build(kind.Config, {"name": name, **settings}, source=lambda key: "recipe", key="data"))
+
+
+def refusal(function, *args, **settings):
+    """Return the message, of one line, with which a function refuses its arguments."""
+    with pytest.raises(ConfigError) as error:
+        function(*args, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def tokens_of(split):
+    return [split[i]["tokens"].tolist() for i in range(len(split))]
+
+
+def edit_manifest(folder, place, value):
+    """Set an entry of a manifest, such as `samples/train`, or remove it (GONE)."""
+    path = folder / "manifest.json"
+    held = json.loads(path.read_text())
+    *above, last = place.split("/")
+    part = held
+    for name in above:
+        part = part[name]
+    part[last] = value
+    if value is GONE:
+        del part[last]
+    path.write_text(json.dumps(held))
