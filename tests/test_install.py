@@ -157,7 +157,6 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     text = lion_command("generate", "gpt", "--prompt", "the ", "--tokens", 3, "--eager")
     assert text.startswith("the ")
     assert len(text) == len("the ") + 3 + 1
-    assert "perplexity" in lion_command("eval", "gpt", "--form", "rnn", "--eager")
 
     (site / "lion" / "__init__.py").write_text("Mapper = None\n")  # the other project `lion`, installed later
     replaced = refusal("list")

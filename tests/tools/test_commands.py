@@ -139,9 +139,8 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     files = [tmp_path / f"{i}.png" for i in range(64)]
     for file, values in zip(files, pixels):
         Image.fromarray((values.reshape(8, 8) * 15.9).astype("uint8")).save(file)
-    done = run_sh("predict", folder, *files, "--form", "rnn")
-    assert done.returncode == 0, done.stderr
-    table = [line.split()[:2] for line in done.stdout.splitlines()[2:]]
+    assert here("predict", folder, *files, "--form", "rnn", "--eager") == 0
+    table = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     guesses = [int(guess) for _, guess in table]
     assert sum(guess == label for guess, label in zip(guesses, labels)) >= 56
     text = tmp_path / "no.png"
