@@ -42,13 +42,15 @@ def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "quickstart"), "--no-eval") == 0
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(lion.runs, "compile_blocks", lambda *args, **settings: None)
+    compiled = []
+    monkeypatch.setattr(lion.runs, "compile_blocks", lambda model, **settings: compiled.append(settings))
     pytest.importorskip("timm")
     held = {}
     for path in (ROOT / "README.md", ROOT / "lion/timm/README.md"):
         for code in blocks(path, "python"):
             exec(code, held)
     assert held["logits"].shape == (1, 10) and held["model"].num_classes == 10
+    assert {"dynamic": None} in compiled  # as `lion.load` does by default
 
 
 @pytest.mark.slow

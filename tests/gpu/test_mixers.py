@@ -28,11 +28,10 @@ FULL, CHUNK = "full,both,24", "chunk,both,40"
 COMPILED = "lion_s,full,both,24,bfloat16"  # scalar decays, row sums
 DEFAULT = [
     COMPILED,
-    f"xlstm,{FULL}",  # division by the largest of |row sum| and 1
     f"lightnet,{FULL}",  # normalised keys, one scan
     "selective_scan,chunk,both,4",  # a step of Vim's loop, and its gradients
 ]
-OTHERS = [f"{mixer},{FULL}" for mixer in LINEAR if mixer not in ("xlstm", "lightnet", "vim")]
+OTHERS = [f"{mixer},{FULL}" for mixer in LINEAR if mixer not in ("lightnet", "vim")]
 OTHERS += [f"{mixer},{CHUNK}" for mixer in ("lion_lit", "lion_s", "gla", "hydra", "deltanet", "gated_deltanet", "kda")]
 OTHERS += [f"vim,{CHUNK}"]  # around its loop, which is one operator
 OTHERS += ["lion_s,full,forward,24", "lightnet,full,forward,24", "gla,chunk,forward,40"]

@@ -85,6 +85,7 @@ def test_settings():
         message = f"{name} '{value}': mixer 'performer' has random features, use"
         refused(message, LionAttention, DIM, HEADS, "performer", **wrong)
     refused("features", LionAttention, DIM, HEADS, "performer", features=0)
+    refused("score_dropout is not available", LionAttention, DIM, HEADS, "performer", score_dropout=0.1)
 
 
 def test_features_in_half_precision_are_drawn_in_float32():

@@ -158,6 +158,7 @@ def test_one_graph_of_all_lengths_in_full():
     )
 
 
+@pytest.mark.every
 def test_graphs_of_vectors_in_full():
     """Check that vector decays, whose blocks are halved, need one graph for each doubling of the length."""
     cases = [(make("vector", length, batch=1, heads=1), FULL) for length in (25, 17, 32, 40)]

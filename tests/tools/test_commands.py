@@ -64,9 +64,9 @@ QUICK = ["model.patch_size=4", "model.depth=2", "trainer.eval_every=4ep"]
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """Train a short quickstart of few tokens through run.sh, compiled if there is a compiler, and evaluate chunks."""
+    """Train a short quickstart of few tokens through run.sh, compiled if there is a compiler."""
     root = tmp_path_factory.mktemp("runs")
-    done = run_sh(f"run.root={root}", *QUICK, "trainer.epochs=8", "--form", "chunk")
+    done = run_sh(f"run.root={root}", *QUICK, "trainer.epochs=8", "--form", "full")
     assert done.returncode == 0, done.stderr
     return root, done
 
@@ -88,7 +88,7 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     assert names == {*files, "events.out", "checkpoints"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metric"] == "top1" and summary["split"] == "test" and summary["value"] > 0.9
-    check_forms(summary, {"chunk"})
+    check_forms(summary, {"full"})
     assert str(folder) in done.stdout and "tensorboard --logdir" in done.stdout
     for part in ("loss=", "images/s=", "lr="):
         assert part in done.stderr
@@ -151,7 +151,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     assert [line.split()[:2] for line in some.out.splitlines()[2:]] == table[:2]
     assert [line.split(": ", 2)[1] for line in some.err.splitlines()] == [str(text), f"{tmp_path}/gone.png"]
 
-    model = lion.load(folder)
+    model = lion.load(folder, compile=False)
     lion.set_form(model, "rnn")
     pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files])  # the same files as for `predict`
     with torch.inference_mode():
