@@ -117,8 +117,8 @@ class ProgressLine:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self):
-        category, _, _ = yield
-        return category, "", ""  # no letter
+        category, _, word = yield
+        return category, "", word if category in ("failed", "error") else ""
 
     def pytest_runtest_logreport(self, report):
         if report.failed:

@@ -566,7 +566,7 @@ def test_a_table_is_read_as_lines_are(tmp_path):
     for split in ("train", "test"):
         datasets.Dataset.from_list(REVIEWS).to_parquet(table / f"{split}.parquet")
     for tokenizer in ("bytes", "characters"):
-        how = {"length": 12, "tokenizer": tokenizer, "min_count": 2}
+        how = {"length": 12, "tokenizer": tokenizer, "min_count": 1}
         one = prepared(tmp_path, "imdb", path=path, **how)
         two = prepared(tmp_path, "imdb", path=str(table), **how)
         assert one.folder != two.folder
@@ -902,6 +902,9 @@ def test_bad_images_and_metadata_are_named(tmp_path):
     ):
         path.write_text(text)
         assert message in said()
+    for broken in (b"\x93NUMPY", b"\xff\xfe"):
+        path.write_bytes(broken)
+        assert f"{path}: not a metadata file (" in said()
     none = said(contour_length=9)
     assert "no folder" in none and "curv_contour_length_9" in none
     assert "LRA's images have 6, 9, 14 dashes" in said(contour_length=10)

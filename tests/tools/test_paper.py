@@ -454,8 +454,11 @@ def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
     found = figures.draw({"t": made, "gone": replace(table(), mini=None)}, store)
     assert {"t", "t-lengths", "masks", "scans"} == set(found) == {path.stem for path in folder.iterdir()}
     assert set(figures.draw({"t": table(state=True)}, store)) == {"t", "masks", "scans"}
-    monkeypatch.setattr(store, "draw", lambda *_: None)  # without matplotlib
+    sizes = []
+    monkeypatch.setattr(store, "draw", lambda path, size, draw: sizes.append(size))  # as without matplotlib
     assert figures.draw({"t": made}, store) == {}
+    (_, height), *_ = sizes
+    assert height > 1.4, "each row has its own height"
     assert (folder / "t.png").is_file()
 
 
@@ -621,6 +624,8 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
     plan = capsys.readouterr().out
     for words in ("jobs left", "weights", " free; a run"):
         assert words in plan, words
+    assert "whose data are missing" not in plan
+    assert re.search(r"^own +2 +2 +\d+ ms +\d+ ms +0\.057 MB$", plan, re.M)
     assert not runs.exists()
     assert not own.out.exists()
     own.run("--dry-run", "--save")
@@ -687,6 +692,7 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, caps
     plan = capsys.readouterr().out
     assert "gone" in plan
     assert "here: --data cifar10 KEY=VALUE" in plan
+    assert ", without 1 table whose data are missing" in plan
 
 
 @pytest.mark.slow

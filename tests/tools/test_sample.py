@@ -133,8 +133,10 @@ def test_a_diverged_run_draws_nothing(run, capsys, tmp_path):
 def test_compiled_where_it_is_asked(run, tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr("tools.sample.compile_blocks", asked.append)
-    for more in ([], ["--compile"]):
-        grid(capsys, tmp_path / "a.png", run, *more, "--classes", "3", "--count", 1)
+    one = [tmp_path / "a.png", run, "--classes", "3", "--count", 1]
+    grid(capsys, *one)
+    assert not asked
+    grid(capsys, *one, "--compile")
     assert len(asked) == 1
 
 
