@@ -625,7 +625,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
     for words in ("jobs left", "weights", " free; a run"):
         assert words in plan, words
     assert "whose data are missing" not in plan
-    assert re.search(r"^own +2 +2 +\d+ ms +\d+ ms +0\.057 MB$", plan, re.M)
+    assert re.search(r"^own +2 +2 +[\d.]+ \w+ +[\d.]+ \w+ +0\.057 MB$", plan, re.M)
     assert not runs.exists()
     assert not own.out.exists()
     own.run("--dry-run", "--save")
