@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 import data
-from data.lra import lines, store
+from data.lra import lines, pathfinder_dashes, store
 from data.lra import pathfinder_contours as drawing
 from data.lra.listops import IDS, TOKENS, Generator, ListOpsConfig, evaluate, expression, parse
 from data.lra.pathfinder import PathfinderConfig, PathXConfig, is_empty
@@ -789,6 +789,15 @@ def test_dashes_follow_one_another_and_touch_no_others():
                 own = rooms[contour, : number - 1].max(0)
                 assert (own + rooms[contour, number]).max() < TOUCH, "it may touch the one before it alone"
         assert (rooms[0, :-1].max(0) + rooms[1, -1]).max() < TOUCH
+
+
+def test_dashes_begin_at_the_center_of_their_drawing():
+    shape = look().shape._replace(thickness=0.0)  # one pixel of the fine scale
+    for angle in (0.0, np.pi / 2):
+        drawn = pathfinder_dashes.line(angle, shape.length, shape)
+        opposite = pathfinder_dashes.line(angle + np.pi, shape.length, shape)
+        assert (drawn > 0).sum() == shape.length * shape.scale + 1
+        assert np.array_equal(opposite, drawn[::-1, ::-1])
 
 
 def test_images_look_as_published():

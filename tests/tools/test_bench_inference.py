@@ -201,8 +201,14 @@ def test_the_inference_command(run, tmp_path, in_this_process, capsys):
     assert text.count("\n## ") == 2
     for words in ("; softmax is other\n", "| 16 | 17 | rnn 4 |", "](inference_tiny.png)"):
         assert words in text, words
-    pytest.importorskip("matplotlib")
+    figures = pytest.importorskip("matplotlib.figure")
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
+    own = [row for row in rows_of(tmp_path) if row["form"] in ("full", "chunk")]
+    figure = figures.Figure()
+    inference.curves(figure, own)
+    for axes in figure.axes:
+        lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+        assert lines["full"] == lines["chunk 4"] == [8, 16]
 
 
 def test_a_recipe_has_random_weights_without_its_data(tmp_path, in_this_process, capsys):
