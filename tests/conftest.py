@@ -19,7 +19,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # access to the Hub fails at once, here and 
 OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
 MOST_CASES = 1500  # of a quick run
 GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
-COSTS = {"tests/gpu": 5.0}  # relative time of a test of a folder, for the estimate of the remaining time
+COSTS = {  # mean time of a test of a folder, relative to the others, for the estimate of the remaining time
+    "tests/gpu": 50,
+    "tests/trainer": 7,
+    "tests/tools": 5,
+    "tests/transformers": 3,
+    "tests/inference": 3,
+    "tests/ops": 3,
+}
 
 
 def pytest_addoption(parser):
@@ -131,7 +138,7 @@ class ProgressLine:
             self.bar.close()
 
 
-def cost(test: str) -> float:
+def cost(test: str) -> int:
     """Return the mean time of a test of the same folder."""
     folder = os.path.dirname(test.partition("::")[0])
-    return COSTS.get(folder, 1.0)
+    return COSTS.get(folder, 1)

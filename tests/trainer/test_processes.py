@@ -81,6 +81,7 @@ def free_port() -> int:
 
 
 @linux
+@pytest.mark.every  # the test above, and the options of torchrun below
 def test_a_machine_dies_and_comes_back_and_the_run_ends_bit_for_bit(tmp_path):
     """Check two machines, which are two launchers here; all processes of one of them are killed."""
     path = tiny_recipe(tmp_path, trainer=DISTURBED)
