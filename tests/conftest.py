@@ -1,15 +1,12 @@
 """Configuration of all tests: no network access, selection of cases, and one line of progress.
 
-The tests of operators, layers and models have grids of cases (forms x directions x decays x ..). By default each of
-these tests runs cases in which every value of every parameter occurs, at least `GRID`, and tests marked `every` do not
-run; `--every` runs all cases of all tests. `--quick` gives fast feedback: it runs one case of every test that is not
-slow, does not compile and starts no processes. That case is the last one, because parameters are listed from plain to
-special.
+Tests marked `every` take minutes and run only with `--every`. `--quick` gives fast feedback: it runs one case of every
+test that is not slow, does not compile and starts no processes. That case is the last one, because parameters are
+listed from plain to special.
 """
 
 import gc
 import os
-from collections import defaultdict
 
 import pytest
 
@@ -18,7 +15,6 @@ from lion.progress import progress
 os.environ["HF_HUB_OFFLINE"] = "1"  # access to the Hub fails at once, here and in started processes
 OUTSIDE = ("slow", "compiled", "process")  # markers of pyproject.toml
 MOST_CASES = 1500  # of a quick run
-GRID, GRIDS = 12, ("tests/ops/", "tests/layers/", "tests/models/")
 COSTS = {  # mean time of a test of a folder, relative to the others, for the estimate of the remaining time
     "tests/gpu": 50,
     "tests/trainer": 7,
@@ -41,23 +37,14 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    fast = [item for item in items if is_fast(item)]
-    config.fast_tests = len({name_of(item) for item in fast})  # the cases of a quick run of these files
+    fast = {name_of(item): item for item in items if is_fast(item)}  # the last case of each test
+    config.fast_tests = len(fast)  # the cases of a quick run of these files
     if config.getoption("--every") or any("::" in name and "[" in name for name in config.args):
         return
-    quick = config.getoption("--quick")
-    cases = defaultdict(list)
-    for item in fast if quick else items:
-        if not item.get_closest_marker("every"):
-            cases[name_of(item)].append(item)
-    chosen = set()
-    for (file, _), several in cases.items():
-        if quick:
-            chosen.add(several[-1])
-        elif file.startswith(GRIDS) and not several[-1].get_closest_marker("whole"):
-            chosen.update(covering(several, GRID))
-        else:
-            chosen.update(several)
+    if config.getoption("--quick"):
+        chosen = set(fast.values())
+    else:
+        chosen = {item for item in items if not item.get_closest_marker("every")}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
 
@@ -69,29 +56,6 @@ def is_fast(item) -> bool:
 def name_of(item) -> tuple[str, str]:
     """Return the file and the name of the test of a case."""
     return item.location[0], getattr(item, "originalname", item.name)
-
-
-def covering(cases: list, least: int) -> list:
-    """Choose cases in which every value of every parameter occurs, at least `least` if there are as many.
-
-    Cases at even distances would not do: in stacked grids a distance can meet the same values of a parameter each time.
-    """
-    if len(cases) <= least:
-        return cases
-    values = {case: {(name, label(value)) for name, value in case.callspec.params.items()} for case in cases}
-    chosen, left = [cases[-1]], cases[:-1]
-    missing = set().union(*values.values()) - values[cases[-1]]
-    while missing or len(chosen) < least:
-        best = max(left, key=lambda case: len(values[case] & missing))
-        missing -= values[best]
-        left.remove(best)
-        chosen.append(best)
-    return chosen
-
-
-def label(value) -> object:
-    """Return a hashable label of a parameter's value."""
-    return id(value) if callable(value) else repr(value)
 
 
 def pytest_collection_finish():

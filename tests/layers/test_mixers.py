@@ -61,7 +61,6 @@ def test_every_entry_is_published_and_has_an_oracle():
 
 @every_mixer
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.whole
 def test_values_and_gradients_are_those_of_the_published_recurrence(mixer, direction):
     layer = make(mixer, direction)
     check_oracle(layer, lambda w, x: oracle(mixer, w, x, HEADS, direction), tokens(40), FORMS, 1e-10, 2e-5)

@@ -18,8 +18,7 @@ def refused(mixer, form, direction):
     return mixer in ("softmax", "vim") or (mixer in DELTA and form == "chunk") or (mixer, direction) == LIGHTNET
 
 
-@pytest.mark.parametrize("direction", ["both", "forward"])
-@pytest.mark.parametrize("form", ["full", "chunk"])
+@pytest.mark.parametrize("form, direction", [("full", "both"), ("chunk", "forward")])
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "none"])
 def test_second_derivatives(mixer, form, direction):
     """Compare the product of the Hessian and a direction with differences of gradients.

@@ -98,7 +98,6 @@ SPARED = {
 }
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("block", ["plain", "published"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_weight_decay_spares_what_the_publication_does(mixer, block):

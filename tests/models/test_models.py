@@ -1,6 +1,7 @@
 """Properties of every model."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -34,9 +35,8 @@ def settings(name, mixer):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_copied_and_pickled(name):
-    for mixer in {
-        MIXERS[mixer].layer.Config: mixer for mixer in MIXERS
-    }.values():  # one mixer for each kind of settings
+    mixers = {MIXERS[mixer].layer.Config: mixer for mixer in MIXERS}  # one mixer for each kind of settings
+    for mixer in mixers.values():
         torch.manual_seed(0)
         model = MODELS[name](settings(name, mixer), **DATA[name])
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -45,9 +45,8 @@ def test_models_are_copied_and_pickled(name):
             assert all(torch.equal(held[key], value) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("name", MODELS)
-def test_models_leave_the_meta_device_with_their_constants(name, mixer):
+@pytest.mark.parametrize("mixer, name", list(zip(MIXERS, itertools.cycle(MODELS))))
+def test_models_leave_the_meta_device_with_their_constants(mixer, name):
     """Check buffers that are not in checkpoints, in all ways to give new memory to a model."""
     config = settings(name, mixer)
     config.drop_path = 0.1

@@ -1,3 +1,4 @@
+import itertools
 import re
 
 import pytest
@@ -17,9 +18,12 @@ def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settin
     return ViT(config, image_size=size, channels=channels, num_classes=classes, **(known or {}))
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, *LINEAR])
-@pytest.mark.parametrize(("size", "patch"), [((8, 8), 2), ((6, 10), (3, 2)), ((4, 4), 4)])
-def test_shapes_and_gradients(mixer, size, patch):
+GRIDS = (((8, 8), 2), ((6, 10), (3, 2)), ((4, 4), 4))  # sizes of images and of patches
+
+
+@pytest.mark.parametrize("mixer, grid", list(zip((SOFTMAX, *LINEAR), itertools.cycle(GRIDS))))
+def test_shapes_and_gradients(mixer, grid):
+    size, patch = grid
     model = vit(mixer, size, patch_size=patch)
     logits = model(torch.randn(2, 3, *size))
     assert logits.shape == (2, 5)

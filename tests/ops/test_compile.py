@@ -58,7 +58,6 @@ def check(backend: str, tolerance: float, decay: str, what: str, *settings: dict
             assert_close(grad, grads[name], tolerance, f"d{name} call {call}")
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "decay, what, settings",
     [

@@ -43,7 +43,6 @@ def sized(decay: str, length: int) -> Inputs:
 MASK = dict(direction=DIRECTIONS, decay_convention=DECAY_CONVENTIONS)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("decay, how", grid(DECAYS, **MASK, normalize=NORMALIZE))
 def test_every_mask(decay, how):
     """Check all pairs of mask settings; other lengths follow below."""

@@ -158,7 +158,6 @@ def test_half_precision_keeps_its_dtype(form):
     assert_close(got.double(), scan(inputs, decays, orders), 2e-2)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -94,7 +94,6 @@ def test_an_object_or_its_fields(entry):
         assert same(run(entry, settings=back, **{name: value}), expected), name
 
 
-@pytest.mark.whole
 @every_entry
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("form", "chunk_size")])
 def test_every_field_matters_or_is_refused(entry, name):
@@ -157,7 +156,6 @@ def test_names_of_sdpa_and_others(bad, hint):
         INPUTS.on(linear_attention, **bad)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "name, value",
     [

@@ -127,7 +127,6 @@ def test_values_that_are_not_tensors(name):
                 function(**good() | {name: bad})
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name, arguments", BAD_PAIRS + NO_STREAM)
 def test_pairs(name, arguments):
     for function in WHOLE:
@@ -135,7 +134,6 @@ def test_pairs(name, arguments):
             function(**good() | arguments)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("name, arguments", BAD_PAIRS)
 def test_pairs_of_streams(name, arguments):
     for function in (prefill, one_step):

@@ -59,7 +59,6 @@ def test_extreme_and_shared_decays(value, direction, monkeypatch):
     check(monkeypatch, (q, k, log_decay), settings("source", direction, True), 2e-5, 2e-5)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("gpu", (False, True))
 @pytest.mark.parametrize("convention, diagonal", KINDS)
 def test_one_direction_is_one_triangle_of_both(convention, diagonal, gpu, monkeypatch):

@@ -39,7 +39,6 @@ def check(q: Tensor, k: Tensor, log_decay: Tensor, how: ScoreSettings, index: Te
         torch.testing.assert_close(ours, theirs, msg=name)
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "direction, convention, diagonal, shared", pairwise(DIRECTIONS, DECAY_CONVENTIONS, (True, False), (True, False))
 )
