@@ -165,10 +165,12 @@ def test_a_step_trains(more):
 
 @pytest.mark.slow
 def test_rows_of_training_steps():
-    rows = rows_of(JOB)
+    """Check that a CPU computes in float32 unless `--precision` says otherwise."""
+    rows = rows_of(replace(JOB, overrides=(*JOB.overrides, "trainer.precision=bf16")))
     assert [row["mixer"] for row in rows] == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
     assert rows[0]["ratio"] == 1
     for row in rows:
+        assert row["precision"] == "fp32"
         assert row["ms"] > 0
         assert len(row["ratios"]) >= 2
         assert row["ratio"] == median(row["ratios"])
