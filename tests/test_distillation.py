@@ -146,7 +146,8 @@ def test_teachers_of_timm(tmp_path):
     torch.save(made.state_dict(), tmp_path / "w.pth")
     teacher = open_teacher(f"timm:resnet10t:{tmp_path / 'w.pth'}", INFO)
     assert teacher(torch.rand(2, 1, 32, 32)).shape == (2, 3)
-    for name in ("timm:resnet10z", "timm:resnet10t:/nowhere.pth", "timm:resnet10t"):  # unknown, missing, no network
+    gone = f"timm:resnet10t:{tmp_path / 'gone.pth'}"
+    for name in ("timm:resnet10z", gone, "timm:resnet10t"):  # unknown, missing, no network
         with pytest.raises(ConfigError, match=r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)"):
             open_teacher(name, INFO)
     made = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1)
