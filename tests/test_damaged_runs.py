@@ -104,6 +104,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.slow
 def test_damaged_checkpoints(kind, refuse_run, tmp_path):
     for file in tmp_path.glob(f"tiny/checkpoints/*/{STATE}"):
         DAMAGE[kind](file)

@@ -123,6 +123,7 @@ def refuse_teacher(capsys, student, tmp_path, name):
     return refuse(capsys, "train", student, "run.name=other", f"task.teacher={tmp_path / 'runs' / name}")
 
 
+@pytest.mark.slow
 def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path, "teacher"), "--no-eval") == 0
     capsys.readouterr()
@@ -140,6 +141,7 @@ def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
     torch.testing.assert_close(teacher(pixels), own((pixels - own.mean) / own.std))
 
 
+@pytest.mark.slow
 def test_teachers_of_timm(tmp_path):
     timm = pytest.importorskip("timm")
     made = timm.create_model("resnet10t", num_classes=3, in_chans=1)

@@ -38,6 +38,7 @@ def blocks(path, language):
     return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "quickstart"), "--no-eval") == 0

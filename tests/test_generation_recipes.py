@@ -117,6 +117,7 @@ def test_ablations():
     assert both.position is not None  # otherwise the model would have no position information
 
 
+@pytest.mark.slow
 def test_modulated_blocks_would_be_half_as_large_again():
     """Check the numbers of parameters that recipes/dit/README.md names, with tokens and with adaLN-Zero."""
     said = (ROOT / "recipes/dit/README.md").read_text()
@@ -131,6 +132,7 @@ def test_modulated_blocks_would_be_half_as_large_again():
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "lightnet"])
+@pytest.mark.slow
 def test_those_for_a_cpu_differ_by_mixer_and_patch(mixer):
     models = {p: built(f"dit_cifar10_{mixer}_patch{p}")[1] for p in PATCHES}
     assert [m.length for m in models.values()] == [256, 64, 16]

@@ -481,6 +481,7 @@ def test_ablations_of_lightnet_are_distinguished():
     assert not any(resolved(f"lightnet_lm_{n}").model.resolved().position_embedding for n in names)
 
 
+@pytest.mark.slow
 def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
     """Check sizes and tokens: 379 M, 385 M with a separate decay, and 10 billion tokens in batches of Table 10."""
     perplexity = {"full": "4.59", "no_tpe": "4.69", "no_lrpe": "4.69", "no_share": "4.76"}
@@ -655,6 +656,7 @@ def test_two_steps_of_a_shrunken_language_model(path, tmp_path):
     assert trainer.state.best["value"] == pytest.approx(65, rel=0.1)  # perplexity of a uniform guess
 
 
+@pytest.mark.slow
 def test_recipes_name_the_results_of_their_runs():
     """Check recipes that tables of the papers run as they are, in sizes for two CPU cores."""
     rows, small = list(open_store(ROOT / "reports/paper.json").rows.values()), 0

@@ -155,6 +155,7 @@ def timm_calls(timm, theirs, count):
     return calls
 
 
+@pytest.mark.slow
 def test_the_policy_draws_like_timm(timm, theirs, monkeypatch):
     n = 6000
     both = our_calls(monkeypatch, n), timm_calls(timm, theirs, n)

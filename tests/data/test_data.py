@@ -426,6 +426,7 @@ def test_files_that_are_not_there(tmp_path, monkeypatch, name):
 # ImageNet
 
 
+@pytest.mark.slow
 def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
     wnids = pytest.importorskip("timm.data").ImageNetInfo().label_names()
     picture(0, (8, 8)).save(tmp_path / "one.png")
@@ -593,6 +594,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data" / "images"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared pictures are not here")
+@pytest.mark.slow
 def test_real_sets():
     cifar = hub(SHARED / "cifar10_jpeg", val_split=0.1)
     assert counts(cifar) == [45_000, 5_000, 10_000] and cifar.info.size == (32, 32)

@@ -751,6 +751,7 @@ def test_an_image_depends_on_its_key_alone(monkeypatch):
     assert len({picture.tobytes() for picture in pictures}) == 12
 
 
+@pytest.mark.slow
 def test_the_discs_stand_at_the_ends_that_the_label_says():
     contours = look(contrast=0.4, distractors=0, marker_radius=1.0)  # the discs are the brightest pixels
     table, keys = dashes(contours.shape), keys_of(40)
@@ -800,6 +801,7 @@ def test_dashes_begin_at_the_center_of_their_drawing():
         assert np.array_equal(opposite, drawn[::-1, ::-1])
 
 
+@pytest.mark.slow
 def test_images_look_as_published():
     contours = look()
     pictures, labels = draw(contours, keys_of(100))
@@ -819,6 +821,7 @@ def test_images_look_as_published():
     assert (large.distractors, large.distractor_length, large.length, large.shape.side) == (8, 4, 14, 128)
 
 
+@pytest.mark.slow
 def test_the_largest_discs_stay_in_their_images():
     """An image drawn alone equals the same image drawn with others."""
     keys, contours = keys_of(6), look(marker_radius=10.0)
@@ -935,6 +938,7 @@ def striped(labels):
     return Sequences(arrays, Collate(256), rng.permutation(len(labels)))
 
 
+@pytest.mark.slow
 def test_a_small_network_learns_each_half_of_the_images_alike():
     """Half of a published Path-X could not be learned; random labels in one half reproduce this."""
     info, labels = SequenceInfo(2, 256), np.arange(600, dtype=np.uint8) % 2

@@ -449,6 +449,7 @@ def run_on_words(tmp_path):
     return tmp_path / "runs" / "text", line
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_words, monkeypatch, capsys):
     run, line = run_on_words
     evaluation = ("eval", run, "--form", "full", "--eager")
@@ -481,6 +482,7 @@ def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
         assert open_tokenizer(str(run)).fingerprint == source.tokenizer.fingerprint
 
 
+@pytest.mark.slow
 def test_a_command_that_is_refused_leaves_the_run_as_it_is(tmp_path, run_on_words, capsys):
     """The recipe of a run never records a text or a folder that the run was not trained on."""
     run, line = run_on_words
@@ -711,6 +713,7 @@ def test_windows_begin_anywhere_and_are_drawn(tmp_path):
         splits.train[len(splits.train)]
 
 
+@pytest.mark.slow
 def test_batches_are_the_samples(tmp_path):
     train = prepared(lines_set(tmp_path, sentences(60))).build().train
     batch = train.batch([3, 0, 3], torch.device("cpu"))

@@ -104,6 +104,7 @@ def test_graphs_take_all_lengths_unless_unrolled(name):
         check_all_lengths([mixer], 5e-6)
 
 
+@pytest.mark.slow
 def test_steps():
     layers = [lion.LionAttention(16, 2, mixer=mixer, direction="forward") for mixer in STREAMED]
     states = [tuple(layer.initial_state(3)[:3]) for layer in layers]

@@ -81,6 +81,7 @@ def test_settings_of_linear_mixers_are_refused():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_sums_lose_nothing_over_a_long_stream():
     """Check float32 against float64 after 2,000 tokens, and after others whose gates have summed up to -1e6."""
     made, x = layer(), tokens(2000, batch=1)

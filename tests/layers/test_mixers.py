@@ -302,6 +302,7 @@ def test_rwkv6_has_a_double_exponential_that_stays_finite(logit):
 
 
 @with_each("direction", ("forward", "backward", "both"))
+@pytest.mark.slow
 def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
     layer, x = make(mixer, direction).float(), tokens(40).float()
     for form, size in SMALL_FORMS:

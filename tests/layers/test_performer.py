@@ -36,6 +36,7 @@ def test_features_are_orthogonal_and_normal():
 
 
 @pytest.mark.parametrize("direction", ("both", "forward"))
+@pytest.mark.slow
 def test_the_estimate_converges_to_softmax(direction):
     """Check that the mean error over draws falls like 1 / sqrt(m), as that of a mean of m features."""
     layer, x, counts = make(direction), tokens(30) / 2, (64, 1024, 16_384)  # larger keys have heavier tails

@@ -54,12 +54,14 @@ def check(module, x, got, want) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, 2 * CHUNK + 9])
+@pytest.mark.slow
 def test_one_axis_is_the_double_loop(length):
     module = tpe()
     check(module, tokens(2, length, 3), module, lambda x: oracle(module, x))
 
 
 @pytest.mark.parametrize("grid", [(5,), (3, 4), (1, 6), (2, 3, 4), (2, CHUNK + 3)])
+@pytest.mark.slow
 def test_a_grid_is_the_double_loop(grid):
     module, places = tpe(grid=grid), torch.cartesian_prod(*map(torch.arange, grid)).view(-1, len(grid)).mT
     layout = Layout(coords=places)
@@ -106,6 +108,7 @@ def ragged(length):
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 def test_segments_over_chunks_and_what_goes_on_from_the_last():
     module, x, new, segments = tpe(), tokens(3, 230, 3), tokens(3, 5, 3), ragged(230)
     layout = Layout.of(x, segments=segments)

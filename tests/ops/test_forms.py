@@ -69,6 +69,7 @@ def test_long(decay, direction, decay_convention):
 
 
 @pytest.mark.parametrize("decay, decay_convention", list(zip(("vector", "extreme vector") * 2, DECAY_CONVENTIONS)))
+@pytest.mark.slow
 def test_every_length_of_vectors(decay, decay_convention):
     """Check every length, because repeated halving of blocks cuts and pads each length differently."""
     for length in range(1, 36):

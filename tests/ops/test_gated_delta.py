@@ -33,6 +33,7 @@ def inputs(decay: str, length: int, vectors: str, **shape) -> Inputs:
 
 
 @every_kind
+@pytest.mark.slow
 def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
     how = settings(direction, undecayed_erase)
     for length in (1, 2, 9):
@@ -101,6 +102,7 @@ def test_defaults_of_the_vectors():
 @pytest.mark.parametrize(
     "decay, undecayed_erase", [("S", True), ("vector", False), ("extreme", False), ("extreme vector", True)]
 )
+@pytest.mark.slow
 def test_long_sequences(decay, undecayed_erase):
     """Check a thousand tokens: decays from 1e-30 to nearly 1, beta up to 2, gradients of the decays' logits."""
     length = 1000

@@ -65,6 +65,7 @@ def test_the_definition_is_a_softmax_over_tokens(what):
 
 
 @pytest.mark.parametrize("length, what", pairwise((1, 2, 64, 65, 197), ANGLES))
+@pytest.mark.slow
 def test_every_form_is_the_definition(length, what):
     """Check values and gradients of every form against the definition."""
     given = inputs(length, what, batch=2, heads=2)

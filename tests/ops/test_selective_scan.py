@@ -73,6 +73,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(size, starts, stacks, 
         close(grad, expected, 1e-11)
 
 
+@pytest.mark.slow
 def test_the_operators_keep_the_rules_of_operators():
     """Check schema, fake tensors and autograd registration with PyTorch's own checks."""
     *given, state = arguments().values()

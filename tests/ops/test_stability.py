@@ -185,6 +185,7 @@ def test_bf16_accuracy(decay, how):
         assert_close(got, exact, budget, form)
 
 
+@pytest.mark.slow
 def test_decays_of_bfloat16_are_exact_up_to_a_rounding():
     """Check sums of one term where they are longest: nearly all tokens forget everything."""
 
@@ -251,6 +252,7 @@ def test_float16_sums_beyond_its_range(decay, normalize, direction):
         dict(form="rnn", chunk_size=1024),
     ],
 )
+@pytest.mark.slow
 def test_float16_sums_of_many_tokens(how):
     """Check a state of 16,384 keys, which exceeds the float16 range."""
     inputs = long_float16("lit", 16_384)

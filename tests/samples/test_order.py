@@ -68,6 +68,7 @@ def chi_square(counts, expected):
     return sum((count - expected) ** 2 / expected for count in counts)
 
 
+@pytest.mark.slow
 def test_permutations_are_evenly_spread():
     """Check that permutations are uniform.
 

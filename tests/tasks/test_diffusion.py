@@ -267,6 +267,7 @@ def test_tensorboard_shows_the_same_noise_and_the_data_beside_it():
     assert task(steps=20, shown=0).progress(model, b) == {}
 
 
+@pytest.mark.slow
 def test_a_range_of_times_without_images_does_not_count_as_divergence(tmp_path):
     """Train with so few images that no image of val has a time of the second range."""
     pictures(tmp_path / "images", {"train": {"a": 8, "b": 8}, "val": {"a": 2, "b": 2}})
@@ -295,6 +296,7 @@ def recipe(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe, tmp_path):
     straight = train(recipe, tmp_path / "a")
     train(recipe, tmp_path / "b", stop_at=4)

@@ -238,6 +238,7 @@ def test_bad_settings_are_refused():
 
 
 @pytest.mark.parametrize(("mixer", "steps"), [(SOFTMAX, 150), ("lion_s", 60)])
+@pytest.mark.slow
 def test_it_learns(mixer, steps, tmp_path):
     """Train with micro-batches and reach far more accuracy than always predicting the commonest letter."""
     chosen = settings(batch_size=32, micro_batch=16, steps=steps, eval_every=steps, save_every=steps // 2)

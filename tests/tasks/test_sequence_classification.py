@@ -151,6 +151,7 @@ def test_an_evaluation_counts_real_samples_alone():
     assert found["f1"] == pytest.approx(f1(prediction, label)) and [*found] == ["matthews", "accuracy", "f1", "loss"]
 
 
+@pytest.mark.slow
 def test_training_finds_the_letter(tmp_path):
     """Train to classify, and check that other held-out data are measured together with `val`."""
     seed_everything(0)

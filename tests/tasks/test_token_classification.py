@@ -70,6 +70,7 @@ trainer.steps=100 trainer.eval_every=100 trainer.save_every=100 trainer.compile=
 """.split()
 
 
+@pytest.mark.slow
 def test_recall_is_learned_in_one_direction_up_to_half(tmp_path):
     """Train in both directions and in one: half of the pairs stand behind their queries."""
     accuracy = {}

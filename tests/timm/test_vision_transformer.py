@@ -253,6 +253,7 @@ def test_wrong_arguments_of_a_model_are_refused():
         timm.create_model("vit_lion_tiny_patch16_224", not_an_argument=1)
 
 
+@pytest.mark.slow
 def test_a_training_step_of_timm():
     """Check dropout rates, and that timm's optimizer factory and EMA accept a model."""
     torch.manual_seed(0)

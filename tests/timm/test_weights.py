@@ -67,6 +67,7 @@ def test_parts_of_published_blocks_go_both_ways(mixer, tmp_path):
     go_both_ways(model, path, "deit_tiny_lion_s", tmp_path / "run", *settings)
 
 
+@pytest.mark.slow
 def test_a_trained_run_in_timm(tmp_path, capsys):
     """Check the logits, the data, the averaged weights, and the way back, for a run on grey images of 8 x 8."""
     pytest.importorskip("sklearn")
@@ -138,6 +139,7 @@ def test_weights_that_do_not_fit_a_recipe_are_refused(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_runs_without_a_place_in_timm_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"run 'nowhere': no recipe.yaml in nowhere or"):
         room.from_run("nowhere")

@@ -108,6 +108,7 @@ def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
 def test_half_precision_is_measured(dtype):
     rows, notes = measure(mixer="lion_s", forms=("chunk",), passes=("forward",), rounds=1, dtype=dtype)
     assert not notes and [row["dtype"] for row in rows] == [dtype, dtype]
@@ -183,6 +184,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
     assert not notes
 
 
+@pytest.mark.slow
 def test_the_image_of_the_readme(tmp_path, capsys):
     line = refuse(capsys, "bench", "lengths", "--out", tmp_path)
     assert f"{tmp_path}/ops.json: no measurements yet, run ./run.sh bench ops first" in line

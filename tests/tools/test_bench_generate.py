@@ -22,6 +22,7 @@ def measured(tmp_path_factory):
     return json.loads((out / "generate.json").read_text())["rows"], out
 
 
+@pytest.mark.slow
 def test_every_mode_at_every_length(measured):
     rows, _ = measured
     modes = [(SOFTMAX, "attention"), (SOFTMAX, "kv"), ("lion_s", "attention"), ("lion_s", "rnn")]

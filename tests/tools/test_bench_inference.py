@@ -49,6 +49,7 @@ def output(loaded, variant, images):
         return model(images)
 
 
+@pytest.mark.slow
 def test_a_model_at_another_size_keeps_its_weights(run):
     loaded = open_run(run)
     images = torch.randn(2, 1, 8, 8)
@@ -69,6 +70,7 @@ def test_a_model_at_another_size_keeps_its_weights(run):
 VARIANTS = (FULL, Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8))
 
 
+@pytest.mark.slow
 def test_rows_of_inference(run):
     rows, notes = measured(run, SOFTMAX, *VARIANTS)
     assert not notes
@@ -211,6 +213,7 @@ def test_the_inference_command(run, tmp_path, in_this_process, capsys):
         assert lines["full"] == lines["chunk 4"] == [8, 16]
 
 
+@pytest.mark.slow
 def test_a_recipe_has_random_weights_without_its_data(tmp_path, in_this_process, capsys):
     recipe = tiny_recipe(tmp_path)
     command = ["bench", "inference", recipe, "--sizes", "8", "--rounds", "1", "--eager", "--out", tmp_path]
@@ -248,6 +251,7 @@ def photos(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
+@pytest.mark.slow
 def test_the_metric_at_every_size(photos, tmp_path, in_this_process, form):
     """Compare the metric with images that are drawn from both classes, resized and classified one by one."""
     command = ["bench", "inference", photos, "--sizes", "8,16", "--rounds", "1", "--eager", "--out", tmp_path]
@@ -325,6 +329,7 @@ def test_texts_longer_than_those_of_training_are_measured_without_padding():
     assert row["mixer_bytes"] < row["matrix_bytes"]
 
 
+@pytest.mark.slow
 def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
     data = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
     data |= {"min_length": 8, "max_length": 30, "length": 32}

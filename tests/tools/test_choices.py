@@ -98,6 +98,7 @@ def test_log_likelihoods_are_those_of_one_choice_at_a_time(runs, file, mixer):
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
+@pytest.mark.slow
 def test_accuracies_by_hand(runs, file, mixer, capsys):
     assert here("eval", runs[mixer], "--choices", file) == 0
     out = capsys.readouterr().out.splitlines()

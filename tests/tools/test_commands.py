@@ -201,6 +201,7 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[2:] == [f"{rows[3][0]}   dddd"]
 
 
+@pytest.mark.slow
 def test_predict_takes_the_form_and_the_compilation_of_the_run(tmp_path, monkeypatch, capsys):
     """Check a mixer without the full form, in a run without compilation."""
     run = trained(tmp_path, model={"mixer": "vim", "mlp": "none", "position_embedding": None})
@@ -226,6 +227,7 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     assert "SoftmaxAttention has only full, got 'rnn'" in refuse(capsys, "eval", run, "--form", "rnn")
 
 
+@pytest.mark.slow
 def test_init_from_keeps_what_fits_and_interpolates_positions(tmp_path, caplog, capsys):
     source = trained(tmp_path)
     first = lion.load(source)
@@ -459,6 +461,7 @@ def test_the_suite_runs_in_as_many_processes_as_cores_and_memory_allow(tmp_path,
         external.test(["--quik"])
 
 
+@pytest.mark.slow
 def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, capsys):
     settings = {"compile": True, "steps": 2}
     run = trained(tmp_path, "--eager", trainer=settings)
@@ -501,6 +504,7 @@ def test_a_full_disk_behind_a_standard_stream_is_a_line_or_nothing(monkeypatch, 
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
 
 
+@pytest.mark.slow
 def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert resolve("deit_tiny_lion_s") == resolve("deit_tiny_lion_s.yaml")
@@ -522,6 +526,7 @@ def test_no_more_loader_workers_than_cores(monkeypatch):
     assert loader_workers(resolve("quickstart")) == 0
 
 
+@pytest.mark.slow
 def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
     """Check that the launcher prepares nothing, and that each process prepares once."""
     calls = []
@@ -628,6 +633,7 @@ def test_only_training_pays_for_a_cache(tmp_path):
     assert recipe.data.cache == "memory"
 
 
+@pytest.mark.slow
 def test_repeated_augmentation_reaches_the_trainer(tmp_path):
     assert here("train", photo_recipe(tmp_path, repeats=3), "--no-eval") == 0
     upcoming = load_state(tmp_path / "runs" / "tiny" / "checkpoints" / "last-2" / "state.pt")["next"]["samples"]

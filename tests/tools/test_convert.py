@@ -190,6 +190,7 @@ def test_the_logits_are_those_of_the_authors_model(kind, order, position, readou
     assert said.endswith(f"\nnot shown by the checkpoint, taken from the recipe: {hidden}\n")
 
 
+@pytest.mark.slow
 def test_weights_are_found_where_they_are_kept(tmp_path):
     averaged = theirs(seed=2)
     plain = theirs(seed=1)
@@ -427,6 +428,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["their.pth"]
 
 
+@pytest.mark.slow
 def test_timms_deit(tmp_path):
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)

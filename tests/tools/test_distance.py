@@ -65,6 +65,7 @@ def figures(capsys, *args):
     return heading, rows, lines[2:]
 
 
+@pytest.mark.slow
 def test_the_distance_of_the_training_images_is_zero(classifier, real, tmp_path, capsys):
     file = tmp_path / "train.npz"
     data = tmp_path / "d.json"
@@ -194,6 +195,7 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert "holds other files" in refuse(capsys, "distance", *args[:-1], tmp_path, "--samples", 24)
 
 
+@pytest.mark.slow
 def test_scores_of_other_settings_and_samples_of_other_weights(classifier, generator, tmp_path, capsys):
     """Check that scores of other settings are kept, that samples serve a moved run, and not one that was trained on."""
     run = shutil.copytree(generator, tmp_path / "made")
@@ -250,6 +252,7 @@ def test_images_against_features_of_a_file(classifier, real, tmp_path, capsys):
     assert "IS-own" in figures(capsys, seen, *judge, "--reference", some)[0]
 
 
+@pytest.mark.slow
 def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real, tmp_path, capsys):
     arrays = {
         "few": real[0][:19],

@@ -37,6 +37,7 @@ def run(tmp_path_factory):
     return folder / "runs" / "tiny"
 
 
+@pytest.mark.slow
 def test_all_forms_are_of_one_checkpoint(run, monkeypatch):
     """Save a better checkpoint between two forms, and delete the one that is measured."""
     first, choose = newest(run, "best").step, evaluate.choose_form
@@ -189,6 +190,7 @@ def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys, monkeypatch):
         assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path, monkeypatch):
     assert here("train", tiny_recipe(tmp_path, trainer={"precision": "bf16", "ema": 0.999}), "--no-eval") == 0
     run = tmp_path / "runs" / "tiny"

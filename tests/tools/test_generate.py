@@ -58,6 +58,7 @@ def text_of(capsys, *args):
 
 
 @pytest.mark.parametrize(("mixer", "mode"), [("softmax", "kv"), ("lion_s", "rnn")])
+@pytest.mark.slow
 def test_modes_write_the_same_text(runs, capsys, mixer, mode):
     greedy = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--temperature", 0]
     text, said = text_of(capsys, *greedy)

@@ -140,6 +140,7 @@ def jobs_of(run, tasks, seeds=1, *overrides, recipe="modified", from_mnli=True, 
     return make_jobs(pretrained, table, overrides=given, name=name, tasks=tasks, seeds=seeds)
 
 
+@pytest.mark.slow
 def test_a_task_is_a_recipe_of_its_own(run):
     (job,) = jobs_of(run, ["cola"])
     recipe = job.recipe

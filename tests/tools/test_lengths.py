@@ -83,6 +83,7 @@ def test_what_cannot_be_cut():
         HeldOut.of(np.arange(100), (4, 128), 1000, 1)
 
 
+@pytest.mark.slow
 def test_perplexity_by_hand(run, folder, tmp_path, capsys):
     assert here("eval", run, "--lengths", "16,64", "--chunk-size", "8", "--out", tmp_path) == 0
     out = capsys.readouterr().out
@@ -119,6 +120,7 @@ def test_texts_are_tables_of_their_own(run, tmp_path):
     assert len(rows_of(tmp_path)) == 3
 
 
+@pytest.mark.slow
 def test_beyond_the_positions_there_is_nothing(folder, tmp_path, capsys):
     run = trained(folder, "causal_lm", "softmax")
     capsys.readouterr()
@@ -134,6 +136,7 @@ def test_beyond_the_positions_there_is_nothing(folder, tmp_path, capsys):
     assert (tmp_path / "extrapolation_causal_lm_softmax.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_accuracy_of_a_masked_model(folder, tmp_path):
     run = trained(folder, "masked_lm", "lion_s")
     assert here("eval", run, "--form", "full", "--lengths", "16,32", "--out", tmp_path) == 0

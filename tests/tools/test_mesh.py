@@ -26,6 +26,7 @@ def bert():
     return described("mlm_tiny_lion_s", "trainer.precision=bf16")
 
 
+@pytest.mark.slow
 def test_the_exchange_of_states_is_that_of_the_formula(bert):
     recipe, task, _ = bert
     whole = count_pass(task, recipe, 2)
@@ -72,6 +73,7 @@ def test_memory_and_time_of_a_gpu(bert):
         assert largest(whole._replace(activations=activations * 2**30), plan, 4) == most
 
 
+@pytest.mark.slow
 def test_show_on_a_mesh(capsys):
     assert meshes(Mesh(4, 3)) == [(4, 3), (12, 1), (6, 2), (3, 4), (2, 6)]
     more = [*(f"{name}=0.1" for name in DROPOUT), "model.depth=1", "--mesh", "2x2"]

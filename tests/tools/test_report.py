@@ -67,6 +67,7 @@ def best_of(run):
     return max(line["top1"] for line in lines if line["kind"] == "val")
 
 
+@pytest.mark.slow
 def test_the_table_holds_what_the_runs_measured(runs):
     groups = group(of(runs))
     header, rows = result_table(groups)
@@ -115,6 +116,7 @@ def test_other_data_shapes_and_settings_have_no_number_of_a_paper():
     assert published(resolve("lra_listops_lion_s", ["data.min_length=10", "data.max_length=60"])) == "-"
 
 
+@pytest.mark.slow
 def test_claims_are_those_of_the_tables():
     """Check the names of rows at both scales, and that every pair is claimed or asked once, in one order."""
     claimed = {("lion_s", "lion_s forward"), ("lion_s multiscan", "lion_s"), ("lightnet", "lightnet without rotation")}
@@ -201,6 +203,7 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
         load(str(run))
 
 
+@pytest.mark.slow
 def test_all_sections_are_corrected_together(runs, tmp_path):
     """Check that verdicts of a section depend on the other sections of the report, and are made from its JSON."""
     some = [runs / "lion_s0", runs / "lion_s1", runs / "softmax0", runs / "softmax1"]
@@ -221,6 +224,7 @@ def test_rows_stand_in_the_order_of_mixers():
     assert sorted(names, key=place) == ordered
 
 
+@pytest.mark.slow
 def test_the_command(runs, tmp_path, capsys):
     command = ["report", *sorted(runs.iterdir()), "--out", tmp_path, "--name", "tiny"]
     assert here(*command) == 0
@@ -351,6 +355,7 @@ def test_a_file_of_another_kind_is_not_written_over(runs, tmp_path, capsys):
     assert "image_classification.json: not a report of this command; delete it to start over" in line
 
 
+@pytest.mark.slow
 def test_reports_written_at_once_keep_each_other(runs, tmp_path, monkeypatch):
     """Another command adds a section between the first reading of the report and its lock."""
     alone = Store.alone

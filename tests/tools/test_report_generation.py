@@ -78,6 +78,7 @@ def test_figures_are_kept_in_the_run(runs):
     assert below[:2] == ["real, test", "24"]
 
 
+@pytest.mark.slow
 def test_rows_by_patches_and_claims_by_distance(runs, tmp_path):
     store_values(runs, [3.0, 3.2, 5.0, 5.3, 2.0, 2.1])
     groups = grouped(runs)
@@ -126,6 +127,7 @@ def test_runs_of_another_task_are_another_table(runs, tmp_path, capsys):
     assert f"{judge}: task 'image_classification', but {runs[0]} has 'diffusion'; use --section" in said
 
 
+@pytest.mark.slow
 def test_features_from_a_file_have_no_class_probabilities(runs):
     """The row of real images has no score of classes either."""
     held = figures_of(runs[0])

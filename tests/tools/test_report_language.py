@@ -57,6 +57,7 @@ def goodness(line):
     return line["accuracy"], line["step"]
 
 
+@pytest.mark.slow
 def test_layouts_judged_by_the_same_samples_are_rows(runs):
     groups = grouped(runs)
     assert list(groups) == ["lion_s borderless", "lion_s packed", "lion_s padded"]
@@ -78,6 +79,7 @@ def test_padding_does_not_count_as_speed(runs):
         assert load(str(run)).speed == pytest.approx(statistics.median(rates) * 16 * filled)
 
 
+@pytest.mark.slow
 def test_layouts_judged_by_their_own_samples_do_not_compare(tmp_path):
     own = [trained(tmp_path, name, LAYOUTS[name], held_out="eval_pack: null") for name in ("packed", "padded")]
     with pytest.raises(ConfigError, match=r"they differ in data\.pack"):
@@ -132,6 +134,7 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     assert "expected runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
 
 
+@pytest.mark.slow
 def test_sections_that_are_none(runs, capsys):
     for argv, message in (
         ([], "expected runs, --section TITLE RUN"),
@@ -151,6 +154,7 @@ def glue_rows(scores):
     return rows
 
 
+@pytest.mark.slow
 def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     groups = grouped(runs[:2])
     assert not glue_table(groups)[1]
@@ -187,6 +191,7 @@ def test_the_mean_of_glue_counts_the_numbers_of_mnli_as_the_recipe_does(recipe, 
     assert row[-2] == mean
 
 
+@pytest.mark.slow
 def test_a_run_limited_by_time_reports_its_tokens(tmp_path):
     growing = ("trainer.time=0.002min", "trainer.batch_ramp=60%", "trainer.batch_start=2")
     run = trained(tmp_path, "timed", LAYOUTS["packed"], *growing)

@@ -54,6 +54,7 @@ def grid(capsys, out, run, *args):
     return np.asarray(Image.open(out).convert("RGB")).astype(int), printed.out.partition(": ")[2].strip()
 
 
+@pytest.mark.slow
 def test_a_row_for_each_class(run, capsys, tmp_path):
     asked = [tmp_path / "a.png", run, "--classes", "3,7", "--count", 4]
     whole, said = grid(capsys, *asked)

@@ -72,6 +72,7 @@ def test_cramming_reaches_its_batch_after_60_percent():
         assert plan.batch(step) == min(int(step * 8192 / 600 // 128 + 1) * 128, 8192)
 
 
+@pytest.mark.slow
 def test_growing_batches_read_the_samples_of_a_run_without_and_have_the_loss_of_the_whole_batch(tmp_path):
     straight = [x for _, xs in seen(toys.trainer(tmp_path / "straight", steps=8)) for x in xs]
     models = []
@@ -95,6 +96,7 @@ def test_processes_share_a_growing_batch():
     assert StepSampler(64, **{**how, "end": None}, rank=0, world=1)[10**6]  # a run of unknown length
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_growing_batches_ends_bit_for_bit_like_a_straight_one(tmp_path, caplog):
     """Stop within the ramp, at its end, and after it."""
     changes = {"steps": 10, "batch_start": 16, "batch_ramp": 6, "eval_every": 5, "ema": 0.9, "log_every": 1}
@@ -185,6 +187,7 @@ def test_the_first_process_says_what_time_it_is(tmp_path, monkeypatch):
     assert (t.state.step, t.state.seconds, t.state.samples) == (1, 1.5, 16)
 
 
+@pytest.mark.slow
 def test_the_last_step_is_the_one_that_uses_the_time_up_and_is_evaluated(tmp_path):
     """Check the end of a time-limited run with the real clock."""
     t = toys.trainer(tmp_path / "run", **{**SECOND, "time": "0.003min", "eval_every": 10**6, "ema": None})
@@ -237,6 +240,7 @@ CLASHES = [
 ]
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_said_in_a_line(tmp_path, capsys):
     for overrides, message in CLASHES:
         assert message in refuse(capsys, "show", tiny_recipe(tmp_path), *overrides)

@@ -29,6 +29,7 @@ from tools.compose import resolve
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path):
     path = tiny_recipe(tmp_path, trainer={"steps": 12, "eval_every": 5, "ema": 0.9, "batch_size": 128})
     straight = train(path, tmp_path / "a")  # of 8 steps per epoch
@@ -70,6 +71,7 @@ def test_the_average_follows_the_weights(tmp_path):
         assert average.grad_fn is None and not average.requires_grad
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_big_batch(tmp_path):
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"clip_grad": 1.0, "steps": 4})
     expected = train(path, tmp_path / "big").model.state_dict()
@@ -78,6 +80,7 @@ def test_accumulation_equals_the_big_batch(tmp_path):
         assert_close(got.model.state_dict(), expected)
 
 
+@pytest.mark.slow
 def test_best_is_chosen_on_val_and_everything_is_logged(tmp_path):
     """Check the lines of the log, and the curves, images and decays for TensorBoard."""
     path = tiny_recipe(tmp_path, trainer={"steps": 8, "eval_every": 2, "ema": 0.5})
@@ -118,6 +121,7 @@ def test_cut_metrics_drops_what_came_later_and_torn_lines(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+@pytest.mark.slow
 def test_load_gives_the_best_weights(tmp_path):
     recipe = resolve(tiny_recipe(tmp_path))
     t = trainer(recipe, tmp_path / "run")

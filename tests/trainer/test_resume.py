@@ -86,6 +86,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_where_other_parameters_have_weight_decay(tmp_path, path, monkeypatch):
     """Check a checkpoint of a version that grouped the parameters otherwise: the moments are kept."""
 
@@ -104,6 +105,7 @@ def test_a_run_resumes_where_other_parameters_have_weight_decay(tmp_path, path, 
     assert resumed.state.step == 6
 
 
+@pytest.mark.slow
 def test_workers_may_change_at_every_stop(tmp_path, path, whole):
     for stop, workers in ((2, 2), (4, 3)):
         train(path, tmp_path / "run", stop_at=stop, workers=workers)
@@ -179,6 +181,7 @@ FORGED = {  # wrong values in a state whose manifest is correct
 }
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(path, whole, run, tmp_path, caplog):
     state = state_of(run)
     for step, (name, value) in enumerate(FORGED.items(), 100):
@@ -318,6 +321,7 @@ def test_changed_data_is_noticed(path, run):
         train(path, run, "data.val_split=0.1")
 
 
+@pytest.mark.slow
 def test_an_evaluation_made_again_is_logged_once(tmp_path):
     """Check a process that dies after logging an evaluation and before the next checkpoint."""
     run = tmp_path / "run"

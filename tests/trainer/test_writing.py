@@ -65,6 +65,7 @@ def slowed(call, seconds):
     return later
 
 
+@pytest.mark.slow
 def test_the_time_of_a_save_is_that_for_which_training_stops(tmp_path, monkeypatch):
     """Check the seconds in the log, of saves that take at least 0.3 s to write."""
     monkeypatch.setattr(checkpointer, "seal", slowed(checkpointer.seal, 0.3))
@@ -102,6 +103,7 @@ def test_a_full_disk_is_reported_by_the_next_save(tmp_path, monkeypatch, caplog)
     assert not list((tmp_path / "run" / FOLDER).glob(".*"))
 
 
+@pytest.mark.slow
 def test_an_error_of_training_names_the_checkpoint_in_writing(tmp_path, monkeypatch):
     t = toys.trainer(tmp_path / "run", **BESIDE)
     monkeypatch.setattr(checkpointer, "seal", slowed(checkpointer.seal, 0.2))

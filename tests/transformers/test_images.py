@@ -57,6 +57,7 @@ def test_other_images_are_refused():
         model(pixels(), output_attentions=True)
 
 
+@pytest.mark.slow
 def test_a_run_is_opened_by_its_name(tmp_path, monkeypatch):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     run, images = tmp_path / "runs" / "tiny", torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8)

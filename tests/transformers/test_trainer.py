@@ -21,6 +21,7 @@ def rows(folder, split, tokenizer):
     return [{**tokenizer(line["sentence"]), "labels": line["label"]} for line in lines]
 
 
+@pytest.mark.slow
 def test_it_learns_glue_and_resumes_from_its_checkpoint(tmp_path):
     glue = glue_folder(tmp_path / "glue", ["sst2"], rows=48)
     words = make_tokenizer("wordpiece", (glue / "sst2" / "train.jsonl").read_text().splitlines(), 60)
