@@ -23,13 +23,16 @@ from tools.report.section import Section, as_section, judged, markdown
 from tools.report.tables import comparisons, noise_of, result_table
 from tools.store import Store
 
-ABOUT = claims_about("image_classification")
 KINDS = {
     "softmax": {"mixer": "softmax"},
     "lion_s": {},
     "lion_s forward": {"attention": {"direction": "forward"}},
     "lion_s multiscan": {"attention": {"scans": ["row_snake", "column_snake"]}},
 }
+
+
+def about():
+    return claims_about("image_classification")
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +123,8 @@ def test_other_data_shapes_and_settings_have_no_number_of_a_paper():
 def test_claims_are_those_of_the_tables():
     """Check the names of rows at both scales, and that every pair is claimed or asked once, in one order."""
     claimed = {("lion_s", "lion_s forward"), ("lion_s multiscan", "lion_s"), ("lightnet", "lightnet without rotation")}
-    assert claimed <= set(ABOUT.claims)
-    assert ("lion_s", "softmax") in ABOUT.open
+    assert claimed <= set(about().claims)
+    assert ("lion_s", "softmax") in about().open
     assert ("lightnet patch 2", "lightnet patch 4") in claims_about("diffusion").claims
     assert ("lion_s_hippo", "lion_lit") in claims_about("lra").claims
     for task in TASKS:
@@ -132,7 +135,7 @@ def test_claims_are_those_of_the_tables():
 
 
 def pairs_of(groups, kind):
-    return [each.pair for each in comparisons(groups, ABOUT) if each.kind == kind]
+    return [each.pair for each in comparisons(groups, about()) if each.kind == kind]
 
 
 def test_the_noise_of_runs_is_that_of_the_rule(runs):
@@ -150,13 +153,13 @@ def test_claims_compare_runs_of_one_seed(runs):
     assert pairs_of(groups, CLAIM) == [("lion_s", "lion_s forward")]
     assert pairs_of(groups, QUESTION) == [("lion_s", "softmax")]  # the tables disagree
     gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all runs have a test value
-    assert comparisons(groups, ABOUT)[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
+    assert comparisons(groups, about())[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
     groups = {name: [run._replace(test=run.test or 0.3) for run in some] for name, some in groups.items()}
-    assert comparisons(groups, ABOUT)[0].found.mean == pytest.approx(25)
+    assert comparisons(groups, about())[0].found.mean == pytest.approx(25)
     first, second = groups["lion_s"]
     stuck = groups | {"lion_s": [first, second._replace(remark="stuck at chance")]}
-    assert [each.missing for each in comparisons(stuck, ABOUT)] == [INCOMPLETE] * 2
-    assert not comparisons(group(of(runs, "softmax")), ABOUT)
+    assert [each.missing for each in comparisons(stuck, about())] == [INCOMPLETE] * 2
+    assert not comparisons(group(of(runs, "softmax")), about())
     renamed = {f"{name} with positions": some for name, some in groups.items()}
     assert pairs_of(renamed, CLAIM) == [("lion_s with positions", "lion_s forward with positions")]
     assert not pairs_of(renamed | {"lion_s vector": []}, QUESTION)[1:], "an ending is whole words"
@@ -176,7 +179,7 @@ def test_a_metric_that_falls(runs):
     header, rows = result_table(groups)
     assert header[:2] == ["model", "val perplexity"], "nothing was tested"
     assert [row[1] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
-    (asked,) = (each for each in comparisons(groups, ABOUT) if each.kind == QUESTION)
+    (asked,) = (each for each in comparisons(groups, about()) if each.kind == QUESTION)
     assert asked.found.mean == pytest.approx(2.75, abs=1e-3)
     assert asked.unit == "perplexity"
     assert verdicts([asked]) == (["yes"], 0.05)
