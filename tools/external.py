@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ("--quick", "--every")  # of the tests; others are pytest's
 ALONE = ("--pdb", "--trace", "-s", "--collect-only", "--co", "no:xdist")  # options that need a single process
 NEEDED = 3 * 2**29  # bytes of memory of a process of the tests
-CONTAINER = Path("/sys/fs/cgroup")
+LIMIT = Path("/sys/fs/cgroup/memory.max")  # of the memory of a container
 
 
 def logs(argv: list[str]) -> NoReturn:
@@ -54,15 +54,14 @@ def processes() -> int:
 
 
 def free_memory() -> int:
-    """Return the free memory in bytes."""
+    """Return the free memory in bytes, at most that of the container."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for line in read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = 1024 * int(line.split()[1])
-    limit = read_lines(CONTAINER / "memory.max")
-    used = read_lines(CONTAINER / "memory.current")
-    if limit and used and limit[0].isdigit():  # "max" without a limit
-        free = min(free, int(limit[0]) - int(used[0]))
+    for line in read_lines(LIMIT):
+        if line.isdigit():  # "max" without a limit
+            free = min(free, int(line))
     return free
 
 

@@ -448,10 +448,10 @@ def test_the_suite_runs_in_as_many_processes_as_cores_and_memory_allow(tmp_path,
     monkeypatch.setattr(os, "execv", lambda path, argv: called.append(argv[3:]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
     monkeypatch.setattr(external, "NEEDED", 1000)
-    monkeypatch.setattr(external, "CONTAINER", tmp_path)
-    (tmp_path / "memory.current").write_text("2000\n")
-    for limit, count in (("5999", "3"), ("2500", "1"), ("9000", "4"), ("max", "4")):
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
+    limited = tmp_path / "memory.max"
+    monkeypatch.setattr(external, "LIMIT", limited)
+    for limit, count in (("3999", "3"), ("500", "1"), ("9000", "4"), ("max", "4")):
+        limited.write_text(f"{limit}\n")
         external.test(["--quick", "tests/ops", "-x"])
         assert called.pop() == ["-n", count, "--dist", "worksteal", "--quick", "tests/ops", "-x"]
     for words in (["-n2", "tests/ops"], ["--numprocesses", "1"], ["tests/a.py::test_b"], ["-k", "quick", "--pdb"]):
