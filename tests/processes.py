@@ -76,10 +76,14 @@ def run_in(folder: str, args: list[str], variables: dict[str, str]) -> None:
     run_command(commands.main, args)
 
 
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as free:
+        return free.getsockname()[1]
+
+
 def in_ranks(count: int, *args) -> subprocess.CompletedProcess:
     """Run a command in `count` processes, as `torchrun` does; return what the first one printed, or one that failed."""
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = [
         Command(
             *args,

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from lion.runs import open_run
 from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import refuse, state_of, tiny_recipe
-from tests.processes import CONTEXT, Command, in_ranks, run_in
+from tests.processes import CONTEXT, Command, free_port, in_ranks, run_in
 from tests.trainer.helpers import assert_close, lines, linux, train, wait_for
 from tools import checks, consolidate
 from tools import train as tools_train
@@ -73,11 +72,6 @@ def test_a_dead_rank_ends_the_run_and_the_restart_goes_on_bit_for_bit(tmp_path):
     assert again.returncode == 0 and "resuming at step" in again.stderr, again.stderr
     assert "bit for bit" in again.stderr
     assert_ended_alike(tmp_path)
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as free:
-        return free.getsockname()[1]
 
 
 @linux
