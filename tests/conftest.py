@@ -59,8 +59,18 @@ def name_of(item) -> tuple[str, str]:
 
 
 def pytest_collection_finish():
+    freeze()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is None or nextitem.path != item.path:
+        freeze()
+
+
+def freeze():
+    """Exempt all living objects, mostly of modules, from `gc.collect`, which would take a second to visit them."""
     gc.collect()
-    gc.freeze()  # modules and cases live to the end: each later `gc.collect` would take a second to visit them
+    gc.freeze()
 
 
 def pytest_sessionfinish():

@@ -1,7 +1,6 @@
 """Blocks of every kind of model: their training graphs lower to GPU code without graph breaks, and compile.
 
-By default one block is lowered for one target, and that of DeiT in test_budgets.py. With `--every`, all blocks are
-compiled for both targets.
+By default only the block of DeiT is lowered, in test_budgets.py.
 """
 
 import pytest
@@ -12,8 +11,6 @@ from tools.gpu.lower import lower
 from tools.gpu.step import trace_step
 from tools.gpu.targets import TARGETS
 
-pytestmark = pytest.mark.slow
-
 SMALL = [
     "model.depth=1",
     "model.dim=64",
@@ -23,8 +20,8 @@ SMALL = [
     "optim.lr_batch=null",
 ]
 SIZE = "data.image_size=[64, 64]"
-DIT = ("dit_tiny_lightnet", [])
-OTHERS = [
+BLOCKS = [
+    ("dit_tiny_lightnet", []),
     ("gpt2_tiny_lion_s", []),
     ("deit_tiny_lion_s", [SIZE]),
     ("mlm_tiny_lion_d", []),
@@ -36,25 +33,15 @@ OTHERS = [
 ]
 
 
-def programs_of(name, changes, target):
-    """Lower the training graphs of a block; check that no operator of them is eager."""
+@pytest.mark.every
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize(("name", "changes"), BLOCKS)
+def test_training_graphs_of_all_blocks_compile(name, changes, target):
     recipe = resolve(name, [*SMALL, *changes])
     info = describe_data(recipe, look=False)[0]
     step = trace_step(recipe, make_task(recipe, info), batch=2)
     assert {graph.stage for graph in step.graphs} == {"forward", "backward"}
-    programs = [lower(graph, TARGETS[target]) for graph in step.graphs]
-    for program in programs:
+    for graph in step.graphs:
+        program = lower(graph, TARGETS[target])
         assert program.kernels and not program.fallbacks, program.fallbacks
-    return programs
-
-
-def test_training_graphs_of_a_block_lower():
-    programs_of(*DIT, "h100")
-
-
-@pytest.mark.every
-@pytest.mark.parametrize("target", ["a100", "h100"])
-@pytest.mark.parametrize(("name", "changes"), [DIT, *OTHERS])
-def test_training_graphs_of_all_blocks_compile(name, changes, target):
-    for program in programs_of(name, changes, target):
         compile_kernels(program.kernels, TARGETS[target])

@@ -125,6 +125,7 @@ def test_rates_beyond_the_range_of_float32_forget_everything(direction):
     torch.testing.assert_close(made(x, Layout.of(x, valid))[valid], y)
 
 
+@pytest.mark.every  # tests/ops/test_piecewise.py compiles a Vim layer of all batch sizes
 @pytest.mark.compiled
 def test_compiled_values_and_gradients_are_those_of_the_eager_layer():
     """Check the compiled steps inside a graph, with a last step that is filled up, segments and padding."""

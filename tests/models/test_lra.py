@@ -268,7 +268,7 @@ def test_hidden_inputs_are_not_seen():
     assert not torch.allclose(made(other), made(tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.every  # tests/trainer/test_runtime.py compiles blocks, tests/gpu/test_mixers.py each operator
 @pytest.mark.compiled
 def test_compiled_blocks_compute_the_same():
     made, given = model(depth=1).float(), rows()

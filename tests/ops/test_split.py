@@ -203,6 +203,7 @@ def compile_all(group, trials: list[Trial], starts: tuple[int, ...]) -> list[flo
     return errors
 
 
+@pytest.mark.every  # tests/trainer/test_sequence.py compiles layers that exchange states
 @pytest.mark.compiled
 def test_the_exchange_is_part_of_one_graph():
     how = FORMS["chunk"] | dict(direction="both")

@@ -11,7 +11,7 @@ from tools.soak import differing
 pytest.importorskip("sklearn")
 
 
-@pytest.mark.slow
+@pytest.mark.every  # tests/trainer/test_faults.py and test_writing.py kill runs at chosen moments
 @pytest.mark.process
 def test_a_run_killed_again_and_again_ends_where_the_other_does(tmp_path, capsys, monkeypatch):
     """Kill a run at a random moment, and in a save."""

@@ -180,17 +180,7 @@ def test_autotuning_times_kernels_of_products_and_prints_nothing(tmp_path, monke
     torch._dynamo.reset()
 
 
-FORM_OF = {  # one mixer of each operator; tests/ops/test_compile.py compiles each operator in both forms
-    SOFTMAX: "full",
-    "lion_s": "chunk",
-    "gla": "full",
-    "lion_s_hippo": "chunk",
-    "rwkv6": "full",
-    "xlstm": "chunk",
-    "lightnet": "full",
-    "deltanet": "full",
-    "kda": "chunk",
-}
+FORM_OF = {SOFTMAX: "full", "lion_s": "chunk", "kda": "chunk"}  # tests/gpu/test_mixers.py compiles each operator
 OTHERS = [pytest.param(mixer, "full", marks=pytest.mark.every) for mixer in LINEAR if mixer not in FORM_OF]
 
 
