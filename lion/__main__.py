@@ -29,11 +29,16 @@ def main() -> NoReturn:
             f"then pip install --force-reinstall --no-deps {NAME}\n"
         )
         sys.exit(2)
+    try:
+        current = os.getcwd()
+    except FileNotFoundError:
+        sys.stderr.write("error: the current folder has been deleted, change to another one\n")
+        sys.exit(2)
     env, wheel = SETTINGS | os.environ, HERE / "clone"
     folder = str(wheel if wheel.is_dir() else HERE.parent)
-    if folder != os.getcwd():  # safe: child processes, too, import no `tools` or `data` of the current folder
+    if folder != current:  # safe: `tools` and `data` of the current folder come last, also in child processes
         others = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
-        env |= {"PYTHONPATH": os.pathsep.join([folder, *others]), "PYTHONSAFEPATH": "1"}
+        env |= {"PYTHONPATH": os.pathsep.join([folder, *others, current]), "PYTHONSAFEPATH": "1"}
     os.execve(sys.executable, [sys.executable, "-m", "tools", *sys.argv[1:]], env)
 
 

@@ -7,11 +7,14 @@ import contextlib
 import errno
 import io
 import logging
+import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -22,6 +25,8 @@ from tools.commands import as_called
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = logging.getLogger("lion")
 
 NAMED = {
     errno.ENOENT,
@@ -157,8 +162,10 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     if debug:
         argv.remove("--debug")
     secure_streams()
+    allow_files()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
+    warnings.showwarning = show_warning
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns about nvcc without a GPU
     if not launched:
         interrupt_on_sigterm()
@@ -189,6 +196,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         sys.stdout.flush()
     except OSError:  # a failed write would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for child in multiprocessing.active_children():  # the interpreter waits for them, and some ignore SIGTERM
+        child.kill()
     # PyTorch may abort a launched process during its shutdown, after its work is done: skip the shutdown
     if launched:
         sys.stderr.flush()
@@ -196,6 +205,17 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
             os.kill(os.getppid(), signal.SIGQUIT)  # a restart would find the same error: stop the launcher
         os._exit(code if isinstance(code, int) else int(code is not None))
     sys.exit(code)
+
+
+def allow_files() -> None:
+    """Allow this process as many open files as the system lets it have; loader workers need many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """Print a warning of Python as one line, without the code that it comes from."""
+    log.warning("%s: %s", category.__name__, " ".join(str(message).split()))
 
 
 def interrupt_on_sigterm() -> None:

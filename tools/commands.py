@@ -182,7 +182,7 @@ A RECIPE without a command is trained: ./run.sh quickstart optim.lr=1e-3. A reci
 Options of every command: --help, --debug (show tracebacks). Options of train: --fresh (rename the folder of an earlier
 run of this name, and start anew), --no-eval (train only), --processes N. Several visible GPUs are used with torchrun;
 --nodes N --head HOST:PORT --restarts N, with the same command on each, uses several machines.
-Relative paths start at the folder of run.sh. The command `lion`, which pip installs, does the same in any folder.
+Relative paths, also runs/, start at the current folder. The command `lion`, which pip installs, does the same.
 Environment: LION_DATA (data root), PYTHON (interpreter for .venv), CUDA_VISIBLE_DEVICES,
              LION_NO_INSTALL=1 (use the python on PATH, and install nothing)"""
 

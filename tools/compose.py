@@ -279,4 +279,4 @@ def loader_workers(recipe: Recipe) -> int:
     asked = recipe.data.workers
     if asked is None:
         asked = open_data(recipe).workers
-    return min(asked, os.cpu_count() or 1)
+    return min(asked, len(os.sched_getaffinity(0)))

@@ -92,7 +92,7 @@ def launch(
     if machines.nodes > 1:  # a machine that comes back would wait for an address that a shared store holds no longer
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         say(f"meeting {machines.nodes} machines at {machines.head}")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // machines.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // machines.processes)))
     try:
         torchrun.main(call)
     except SignalException as error:

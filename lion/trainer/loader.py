@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import resource
 import signal
 import threading
 import time
@@ -24,10 +25,15 @@ from lion.config import ConfigError
 from lion.samples.base import Batch, DeviceDataset, Unreadable, moved
 from lion.samples.order import Order
 from lion.samples.seeds import derive
-from lion.trainer.faults import FaultsConfig, RunError
+from lion.trainer.faults import FaultsConfig, RunError, full_disk
 
 log = logging.getLogger("lion")
 
+FEWEST_FILES = 256  # open files of a process with workers
+NO_SHARED_MEMORY = (
+    "the shared memory (/dev/shm) has no room for the batches of the loader workers: use fewer with data.workers=N "
+    "(0: none), or in Docker more memory with --shm-size=8g"
+)
 SEARCH = 100  # following samples that are tried instead of an unreadable sample
 
 
@@ -219,7 +225,8 @@ class Batches:
         device: torch.device | str,
     ) -> None:
         self.collate, self.device = collate, torch.device(device)
-        self.dataset, self.sampler, self.workers, self.pin, self.faults = dataset, sampler, workers, pin, faults
+        self.dataset, self.sampler, self.pin, self.faults = dataset, sampler, pin, faults
+        self.workers = affordable(workers)
         self.unreadable: set[int] = set()
         self.died = 0
 
@@ -243,6 +250,7 @@ class Batches:
             batches = iter(self.loader(done))
             if self.workers and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, ignore)  # torch's handler would raise anywhere in the main thread
+            workers = getattr(batches, "_workers", ())
             try:
                 for batch, unreadable in batches:
                     done += 1
@@ -252,10 +260,14 @@ class Batches:
                     yield batch
                 return
             except (RuntimeError, OSError, EOFError) as error:  # raised by reading from a dead worker
+                if workers and full_shared_memory(error):
+                    raise RunError(NO_SHARED_MEMORY) from None
                 time.sleep(0.5)  # the pipes close before the exit code is known
-                codes = [w.exitcode for w in getattr(batches, "_workers", ()) if w.exitcode]
+                codes = [w.exitcode for w in workers if w.exitcode]
                 if not codes:
                     raise
+                if -signal.SIGBUS in codes:
+                    raise RunError(NO_SHARED_MEMORY) from None
                 self.died += 1
                 what = f"a loader worker died ({type(error).__name__}, exit code {codes[0]})"
                 if self.died > self.faults.workers:
@@ -264,6 +276,11 @@ class Batches:
                         f"if memory is short, use fewer workers with data.workers=N"
                     ) from None
                 log.warning("%s, %d of at most %d; its batch is loaded again", what, self.died, self.faults.workers)
+            finally:
+                for worker in workers:
+                    worker.kill()  # they ignore SIGTERM, and a process does not end before its workers
+                for worker in workers:
+                    worker.join(5)
 
     def report(self, unreadable: list[tuple[int, str]]) -> None:
         limit = self.faults.unreadable
@@ -275,6 +292,21 @@ class Batches:
             if len(self.unreadable) > limit:
                 raise RunError(f"unreadable: {reason}; {count} such samples (trainer.faults.unreadable)")
             log.warning("unreadable, skipped: %s (%s)", reason, count)
+
+
+def affordable(workers: int) -> int:
+    """Return the number of workers, 0 where the process may not open the files through which they send batches."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if workers and limit != resource.RLIM_INFINITY and limit < FEWEST_FILES:
+        log.warning("at most %d open files are allowed (ulimit -n): samples are loaded without workers", limit)
+        return 0
+    return workers
+
+
+def full_shared_memory(error: BaseException) -> bool:
+    """Return whether an error reports that the shared memory, which holds the batches of workers, is full."""
+    full = full_disk(error)
+    return full is not None and (full.filename is None or "/dev/shm" in str(full.filename))
 
 
 def ignore(number: int, frame: Any) -> None:

@@ -37,11 +37,12 @@ from tools.show import activation_bytes, parts, show
 pytest.importorskip("sklearn")
 
 
-def run_sh(*args, timeout=400, script=ROOT / "run.sh"):
+def run_sh(*args, timeout=400, script=ROOT / "run.sh", cwd=ROOT):
     """Run run.sh with this interpreter, without installing anything."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "LION_NO_INSTALL": "1", "PATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([str(script), *map(str, args)], env=env, capture_output=True, text=True, timeout=timeout)
+    call = [str(script), *map(str, args)]
+    return subprocess.run(call, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def python(*args):
@@ -419,6 +420,10 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
     done = run_sh("quickstrt", script=tmp_path / "lion")
     assert done.returncode == 2 and "unknown command 'quickstrt', did you mean 'quickstart'" in done.stderr
+    (tmp_path / "tools").mkdir()  # hides no module of the clone
+    (tmp_path / "own.yaml").write_text("x: 1")
+    done = run_sh("show", "own.yaml", cwd=tmp_path)
+    assert done.returncode == 2 and "own.yaml: unknown key 'x'" in done.stderr
 
 
 def test_every_command_of_the_table_is_there():

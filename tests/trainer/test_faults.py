@@ -1,19 +1,21 @@
 """Tests of faults: loader workers that die, unreadable samples, full disks, and exhausted memory."""
 
 import math
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lion.config import ConfigError
 from lion.samples.base import Unreadable
@@ -77,6 +79,69 @@ def test_a_dead_worker_is_named_and_replaced_at_the_batch_that_was_due_until_the
     markers[0].touch()
     with pytest.raises(RunError, match=r"a loader worker died .*code -9.*, death 1 of at most 0 .*data\.workers=N"):
         values(stream(Shaky(markers), workers=1, faults=FaultsConfig(workers=0)))
+
+
+class Broken(Shaky):
+    """Reading fails in the first worker, while the second one hangs."""
+
+    error = KeyError("a bug")
+
+    def __getitem__(self, index):
+        if get_worker_info().id == 1:
+            time.sleep(600)
+        raise self.error
+
+
+@pytest.mark.process
+def test_an_error_of_a_worker_is_raised_and_no_worker_outlives_it():
+    with pytest.raises(KeyError, match="a bug"):
+        values(stream(Broken(), workers=2))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.process
+def test_full_shared_memory_is_named():
+    data = Broken()
+    data.error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    with pytest.raises(RunError, match=r"/dev/shm.* data\.workers=N .*--shm-size"):
+        values(stream(data, workers=1))
+
+
+def test_few_open_files_leave_no_workers(monkeypatch, caplog):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    batches = stream(Shaky(), workers=2)
+    assert batches.workers == 0 and "at most 40 open files are allowed (ulimit -n)" in caplog.text
+
+
+STUBBORN = """
+import multiprocessing, resource, signal, time
+from tools.cli import run_command
+
+def ignore_and_wait(ready):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(600)
+
+def main(argv):
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    fork.Process(target=ignore_and_wait, args=[ready], daemon=True).start()
+    ready.wait()
+    raise ValueError("a bug")
+
+run_command(main, [])
+"""
+
+
+@pytest.mark.process
+def test_a_command_ends_after_an_error_whatever_its_processes_do():
+    allowed = ["bash", "-c", 'ulimit -S -n 300; exec "$@"', "bash"]
+    call = [*allowed, sys.executable, "-c", STUBBORN]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ValueError: a bug" in done.stderr
+    soft, hard = done.stdout.split()
+    assert soft == hard != "300"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
