@@ -22,7 +22,7 @@ import yaml
 
 LARGEST_INT = 2**63 - 1  # limit of seeds and counters
 _NUMBERS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
-_YAML_1_1 = re.compile(r"[-+]?0[0-9_]+|.*:.*|\d{4}-.*")
+_YAML_1_1 = re.compile(r"[-+]?0[0-9_]+|.*[_:].*|\d{4}-.*")
 DEEPEST = 20  # maximum number of names in a dotted key
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that are invalid in files and paths
 
@@ -74,6 +74,10 @@ def nearest_divisor(number: int, of: int) -> int:
 
 
 Source = Callable[[str], str]  # returns the file (or "override") that a dotted key comes from
+
+
+class Word(str):
+    """The text of an override; a field that does not hold text reads it as YAML."""
 
 
 class Section:
@@ -148,6 +152,8 @@ def join(key: str, name: Any) -> str:
 def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
     """Convert `value` to the annotated type; text such as "1e-4", which YAML does not read as a number, becomes one."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, Word) and hint is not str and origin not in (types.UnionType, typing.Union):
+        value = parse_yaml(value, source=f"{source(key)}: {key}")
     if hint is Any:
         return value
     if origin in (types.UnionType, typing.Union):
@@ -172,8 +178,10 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
     if origin is dict or hint is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{source(key)}: {key}: expected a section of keys, got {value!r}")
-        return dict(value)
+        return {name: convert(Any, inner, source=source, key=join(key, name)) for name, inner in value.items()}
 
+    if hint is str:
+        return convert_text(value, source=source, key=key)
     number = value
     if isinstance(value, str) and hint in (int, float):
         try:
@@ -182,15 +190,28 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
             number = value
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is str and isinstance(value, str) and not _NO_TEXT.search(value):
-        return value
     if hint in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
         if hint is float and abs(number) <= sys.float_info.max:
             return float(number)
         if hint is int and abs(number) <= LARGEST_INT and number == int(number):
             return int(number)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    names = {int: "a whole number", float: "a number", bool: "true or false"}
     raise ConfigError(f"{source(key)}: {key}: expected {names.get(hint, hint)}, got {value!r}")
+
+
+def convert_text(value: Any, *, source: Source, key: str) -> str:
+    """Return text; a whole number in a file, such as 20240101 for a name, stands for its digits.
+
+    Raises:
+        ConfigError: `value` is not text, or cannot be a path.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise ConfigError(f"{source(key)}: {key}: expected text, got {value!r}; write it in quotes")
+    if _NO_TEXT.search(value):
+        raise ConfigError(f"{source(key)}: {key}: {value!r} is not UTF-8 text; rename the file or folder")
+    return str(value)
 
 
 def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: str) -> None:
@@ -305,8 +326,8 @@ class _Loader(yaml.SafeLoader):
     def resolve(self, kind: type, value: Any, implicit: Any) -> str:
         """Return the tag of a node.
 
-        Numbers and dates of YAML 1.1 alone (010 for 8, 1:30 for 90) remain text. `convert` turns this text into the
-        annotated type (10) or raises an error.
+        Numbers and dates of YAML 1.1 alone (010 for 8, 1:30 for 90, 1_000) remain text. `convert` turns this text into
+        the annotated type (10) or raises an error.
         """
         tag = super().resolve(kind, value, implicit)
         return self.DEFAULT_SCALAR_TAG if tag in _NUMBERS and _YAML_1_1.fullmatch(value) else tag
@@ -357,7 +378,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
 
 def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
-    """Parse overrides into a nested mapping: `["a.b=1"]` becomes `{"a": {"b": 1}}`; values are YAML."""
+    """Parse overrides into a nested mapping: `["a.b=1"]` becomes `{"a": {"b": "1"}}`, see `override_value`."""
     tree: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
@@ -365,7 +386,7 @@ def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"override {item!r}: expected section.key=value")
         if key.count(".") >= DEEPEST:
             raise ConfigError(f"override '{item[:60]}..': expected section.key=value, at most {DEEPEST} names deep")
-        value = parse_yaml(text, source=f"override {item!r}")
+        value = override_value(text, source=f"override {item!r}")
         node = tree
         *parents, name = key.split(".")
         for parent in parents:
@@ -376,6 +397,15 @@ def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"override {item!r}: {name!r} has both a value and keys")
         node[name] = merge(node.get(name) or {}, value) if isinstance(value, dict) else value
     return tree
+
+
+def override_value(text: str, *, source: str) -> Any:
+    """Return the value of an override: a list or section, None for null, the content of quotes, else a `Word`."""
+    if text.startswith(("[", "{", "'", '"')):
+        return parse_yaml(text, source=source)
+    if text.strip() in ("", "null", "~"):
+        return None
+    return Word(text)
 
 
 def merge(base: dict, over: dict) -> dict:

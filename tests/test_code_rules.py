@@ -113,10 +113,9 @@ def test_data_imports_the_contract_of_samples_and_no_task():
             assert top not in ("lion", "tools") or name == "lion" or (top == "lion" and allowed), (path, name)
 
 
-def test_files_stay_small_and_quiet():
+def test_files_have_docstrings_and_are_quiet():
     for path in SOURCES:
         text = path.read_text()
-        assert text.count("\n") <= 400, path
         assert not text.strip() or ast.get_docstring(tree_of(path)), f"{path}: no docstring"
         calls = [ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
         assert room(path) == "tools" or "print" not in calls, f"{path}: print belongs to tools"

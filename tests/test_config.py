@@ -44,7 +44,8 @@ def test_values_take_their_types():
         ({"size": "many"}, "size: expected a whole number, got 'many'"),
         ({"size": 1, "flag": "yes"}, "flag: expected true or false, got 'yes'"),
         ({"size": 1, "flag": 1}, "flag: expected true or false, got 1"),
-        ({"size": 1, "name": 3}, "name: expected text, got 3"),
+        ({"size": 1, "name": True}, "name: expected text, got True; write it in quotes"),
+        ({"size": 1, "name": "a\udcff"}, "name: 'a\\udcff' is not UTF-8 text; rename the file or folder"),
         ({"size": 1, "pair": [1, 2, 3]}, "pair: expected"),
         ({"size": 1, "inner": {"rate": 1.5}}, "inner.rate: expected at most 1, got 1.5"),
         ({"size": 1, "inner": {"rate": "nan"}}, "inner.rate: expected a number, got 'nan'"),
@@ -59,9 +60,10 @@ def test_refusals_name_key_file_and_choice(values, message):
     assert message in str(error.value) and str(error.value).startswith("r.yaml") and "\n" not in str(error.value)
 
 
-def test_overrides_are_yaml_and_nest():
-    assert parse_overrides(["a.b=1", "a.c=[1, x]", "d=null"]) == {"a": {"b": 1, "c": [1, "x"]}, "d": None}
-    assert parse_overrides(["a.b=1", "a={c: 2}"]) == parse_overrides(["a={c: 2}", "a.b=1"]) == {"a": {"b": 1, "c": 2}}
+def test_overrides_nest():
+    assert parse_overrides(["a.b=1", "a.c=[1, x]", "d=null"]) == {"a": {"b": "1", "c": [1, "x"]}, "d": None}
+    both = {"a": {"b": "1", "c": 2}}
+    assert parse_overrides(["a.b=1", "a={c: 2}"]) == parse_overrides(["a={c: 2}", "a.b=1"]) == both
     for bad in ("a", "=1", "a..b=1", "a.=1"):
         with pytest.raises(ConfigError, match=r"expected section\.key=value"):
             parse_overrides([bad])
@@ -90,6 +92,20 @@ def test_values_that_are_not_numbers_are_not_converted():
         out = make(parse_overrides(["size=1", f"name={text}"]))
         assert out.name == text
         assert make(parse_yaml(yaml.safe_dump(to_dict(out)), source="r.yaml")) == out  # the way a run stores it
+
+
+def test_text_of_overrides_stays_as_it_is():
+    for text in ("20240101", "on", "1e5", "1_000", "/a #b", "/a: b", "it's", "*a", "@a", "a=b", " a", "!!bool x"):
+        assert make(parse_overrides(["size=1", f"name={text}"])).name == text
+    for text in ("'a #b'", '"a #b"'):
+        assert make(parse_overrides(["size=1", f"name={text}"])).name == "a #b"
+    out = make(parse_overrides(["size=10 # tokens", "flag=on", "values=[1, 2]", "inner={rate: 1}"]))
+    assert out == Outer(size=10, flag=True, values=[1.0, 2.0], inner=Inner(rate=1.0))
+
+
+def test_whole_numbers_of_files_are_text_where_text_is_expected():
+    assert make(parse_yaml("size: 1\nname: 20240101", source="r.yaml")).name == "20240101"
+    assert make(parse_yaml("size: 1\nname: 1_000", source="r.yaml")).name == "1_000"
 
 
 def test_yaml_errors_have_a_line():
