@@ -20,6 +20,8 @@ from lion.samples.base import Batch, Info, Splits
 
 log = logging.getLogger("lion")
 
+SYSTEM = {"@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+found"}
+
 
 @dataclass
 class DataConfig:
@@ -192,11 +194,16 @@ def find_root(config: DataConfig, folder: str, how: str) -> Path:
     return root
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is no data: a hidden one, or one of a file server or an archive program."""
+    return name.startswith(".") or name in SYSTEM
+
+
 def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield `root` and every folder below it, each with the names of its files; links are followed.
 
-    Hidden names (`._1.jpg`, `.ipynb_checkpoints`) and pipes or devices are skipped. A broken link counts as a file:
-    the error that reading raises names it.
+    Hidden names (`._1.jpg`, `@eaDir`, see `is_hidden`) and pipes or devices are skipped. A broken link counts as a
+    file: the error that reading raises names it.
 
     Raises:
         ConfigError: A folder is reached twice, contains itself, or cannot be read.
@@ -208,7 +215,7 @@ def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
         folder, files = todo.pop(), []
         try:
             for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-                if entry.name.startswith("."):
+                if is_hidden(entry.name):
                     continue
                 if entry.is_dir():
                     real = os.path.realpath(entry.path)

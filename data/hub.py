@@ -6,15 +6,16 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import socket
 import sys
 import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from urllib.parse import urlsplit
 
+from data.splits import split_of
 from lion.config import ConfigError, nearest
 
 
@@ -44,6 +45,17 @@ def import_datasets() -> ModuleType:
     return datasets
 
 
+def is_saved(path: Path) -> bool:
+    """Return whether a folder was written by `save_to_disk` of the `datasets` library."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def load_saved(path: Path) -> dict[str, Any]:
+    """Return the tables of a folder written by `save_to_disk`, by split; a single table is `train`."""
+    found = import_datasets().load_from_disk(str(path))
+    return dict(found) if isinstance(found, dict) else {"train": found}
+
+
 @contextlib.contextmanager
 def readable(path: Path | str, exists: bool) -> Iterator[None]:
     """Turn errors of the `datasets` library inside the context into a ConfigError.
@@ -60,24 +72,6 @@ def readable(path: Path | str, exists: bool) -> Iterator[None]:
         reason = (str(error).splitlines() or [""])[0]
         what = "cannot be read" if exists else "is not a local file or folder and cannot be loaded from the Hub"
         raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {reason})") from None
-
-
-VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits
-SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}(-.+)?")  # a file of a split on the Hub
-
-
-def split_of(file: Path) -> str | None:
-    """Return the split of a file, by its name or else by a folder above it; None if they name none.
-
-    The name is that of a file on the Hub, `SPLIT-00000-of-00001`, or its first word is that of a split. The path is
-    relative to the folder of the data set.
-    """
-    if found := SHARD.fullmatch(file.stem):
-        return found[1]
-    first = re.split(r"[-_. ]", file.name)[0]
-    if first in ("train", *VAL, *TEST):
-        return first
-    return next((name for name in reversed(file.parts[:-1]) if name in ("train", *VAL, *TEST)), None)
 
 
 def configuration(root: Path, files: list[Path], split: str, subset: str | None) -> tuple[Path, list[Path]]:

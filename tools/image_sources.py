@@ -16,12 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from data.base import walk
 from data.vision.images import open_or_explain
-from data.vision.sources import Images
+from data.vision.sources import Images, is_picture
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 from lion.recipe import Recipe
@@ -115,9 +114,9 @@ def images_of_path(path: Path, most: int, batch: int, seed: int, channels: int) 
 def images_of_folder(path: Path, most: int, batch: int, seed: int, channels: int) -> Pictures:
     """Return the image files of a folder at any depth, converted to `channels` (1: grey, otherwise RGB)."""
     files = [f"{folder}/{name}" for folder, names in walk(path) for name in names]
-    files = [file for file in files if file.lower().endswith(IMG_EXTENSIONS)]
+    files = [file for file in files if is_picture(file)]
     if not files:
-        raise ConfigError(f"{path}: no images in this folder ({', '.join(IMG_EXTENSIONS)})")
+        raise ConfigError(f"{path}: no images in this folder")
     random.Random(seed).shuffle(files)
     files, mode = files[:most], "L" if channels == 1 else "RGB"
 

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -74,6 +75,7 @@ from tools.compose import (
 )
 from tools.launch import Machines, launch
 
+SHOWN = 8  # names of classes in the first lines of a run
 SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a run share
 
 
@@ -217,6 +219,8 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         )
         if chosen := source.chosen():
             print(chosen)
+        if classes := getattr(splits.info, "classes", ()):
+            print(describe_classes(classes))
         if hint := slow_precision(recipe.trainer.precision, runtime.device):
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
@@ -272,6 +276,14 @@ def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[Da
     if first and not fresh:
         check_checkpoint(recipe.folder, model, splits.info)
     return source, splits, plan, task, model
+
+
+def describe_classes(classes: Sequence[str] | int) -> str:
+    """Return the number of classes and the first names, as text for the beginning of a run."""
+    names = [] if isinstance(classes, int) else list(classes)
+    count = classes if isinstance(classes, int) else len(names)
+    more = ", .." if len(names) > SHOWN else ""
+    return f"{count:,} classes{': ' if names else ''}{', '.join(names[:SHOWN])}{more}"
 
 
 def processes_text(recipe: Recipe, world: int) -> str:

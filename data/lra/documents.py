@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from data.base import data_root, user_path
-from data.hub import TEST, VAL, check_names, import_datasets, readable
+from data.hub import check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
 from data.manifest import short_hash
+from data.splits import TEST, VAL
 from data.text.corpus import whole
-from data.vision.hf import by_split
+from data.vision.hf import tables_by_split
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
 from lion.samples.sequences import SequenceInfo
@@ -214,7 +215,7 @@ class Imdb(Documents):
         lines = {split: root / f"{split}.jsonl" for split in ("train", *VAL, *TEST)}
         found = {split: [path] for split, path in lines.items() if path.is_file()}
         if not found and root.is_dir():
-            tables = by_split(root, "train")
+            tables = tables_by_split(root, "train")
             found = {split: [Path(f) for f in tables[split]] for split in ("train", *VAL, *TEST) if split in tables}
         if "train" not in found or (len(found) < 2 and not self.config.val_split):
             raise ConfigError(

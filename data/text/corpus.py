@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import user_path, walk
-from data.hub import configuration, import_datasets, readable, split_of
+from data.hub import configuration, import_datasets, is_saved, load_saved, readable
+from data.splits import by_split, canonical
+from data.text.tables import kinds_of
 from lion.config import ConfigError, nearest
 
 log = logging.getLogger("lion")
@@ -211,6 +213,12 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
     """
     datasets = import_datasets()
     with readable(path, bool(files)):
+        if is_saved(user_path(path)):
+            found = load_saved(user_path(path))
+            if split not in found:
+                raise ConfigError(f"data.source: {path} has no split {split!r}, {nearest(split, found)}")
+            rows = found[split]
+            return rows.to_iterable_dataset(num_shards=max(1, len(rows) // ROWS))
         if files:
             # the default batch size fails for files without rows
             options = {"split": "train", "streaming": True, "batch_size": ROWS}
@@ -231,6 +239,8 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
         if suffix(root) in (*TEXT, *JSON, ".parquet"):  # not a Hub id
             raise ConfigError(f"data.path: {path!r} is not a local file or folder, {root} does not exist")
         return Table(path, subset, split, column)
+    if is_saved(root):
+        return Table(path, None, split, column, sorted(root.rglob("*.arrow")))
     if root.is_file() and suffix(root) in TABLES:
         raise ConfigError(
             f"data.path: {root} is a table, expected .txt, .jsonl or .parquet; data.name=labelled_text reads tables of "
@@ -261,7 +271,7 @@ def suffix(path: Path) -> str:
 
 
 def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
-    """Return the files under `root` without those that are named as files of another split than `split`.
+    """Return the files under `root` of a split; files that name no split are those of the split `train`.
 
     In a clone from the Hub, each configuration may have a folder of parquet files, of which `subset` is read.
 
@@ -270,20 +280,12 @@ def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
     """
     files = [(Path(folder) / name).relative_to(root) for folder, names in walk(root) for name in names]
     root, files = configuration(root, files, split, subset)
-
-    splits: dict[str | None, list[Path]] = {None: []}
-    for file in files:
-        splits.setdefault(split_of(file), []).append(root / file)
-    others = sorted(name for name in splits if name not in (None, split))
-    if split in splits:
-        if others:
-            log.info("%s: split '%s' is read, without %s", root, split, ", ".join(others))
-        return splits[None] + splits[split]
-    if split != "train" or (len(others) > 1 and all(suffix(f) == ".parquet" for f in splits[others[0]])):
-        raise ConfigError(
-            f"data.source: {root} has no files of a split {split!r}, only of {', '.join(others) or 'none'}"
-        )
-    return [root / file for file in files]
+    splits = by_split(root, files)
+    name = canonical(split) or split
+    if name not in splits and splits:
+        others = ", ".join(sorted(splits))
+        raise ConfigError(f"data.source: {root} has no files of split {split!r}, only of {others}; set data.source")
+    return splits.get(name, [])
 
 
 def cut(part: Slice, border: bytes) -> tuple[bytes, int]:
@@ -343,9 +345,10 @@ def find_column(row: dict[str, Any], name: str | None, path: str) -> str:
         return name
     if "text" in found or row.get("text", "") is None:
         return "text"
+    if not found:
+        raise ConfigError(f"{path}: no column holds text: {kinds_of(row)}")
     if len(found) != 1:
-        what = "none of" if not found else "more than one of"
-        raise ConfigError(f"data.column: must be set, {what} {', '.join(found or row)} in {path} holds the text")
+        raise ConfigError(f"data.column: must be set, more than one of {', '.join(found)} in {path} holds text")
     return found[0]
 
 

@@ -7,13 +7,15 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.base import user_path
-from data.hub import TEST, VAL, check_names, import_datasets, readable
+from data.base import is_hidden, user_path
+from data.hub import check_names, import_datasets, is_saved, load_saved, readable
+from data.splits import by_split, canonical, names_text, split_of
 from data.text.sequences import (
     KINDS,
     LabelledConfig,
@@ -24,7 +26,7 @@ from data.text.sequences import (
     read_rows,
 )
 from data.text.store import KeepsTokenizer, read_tokenizer
-from data.text.tables import DIALECTS, MISSING, number_in
+from data.text.tables import DIALECTS, MISSING, kinds_of, number_in
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
@@ -32,13 +34,15 @@ from lion.files import save_json
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo
 
-SPLITS = {"train": ("train",), "val": VAL, "test": TEST}  # names of their files
+NAMES = {"train": "train", "validation": "val", "test": "test"}  # of splits here, by those of their files
 TEXTS = (  # names of the columns of texts, in the order in which they are looked for
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text",), ("sentence",), ("document",), ("content",), ("review",)),
 )
 LABELS = ("label", "labels", "class", "category", "target")
 COLUMNS = "columns.json"  # in the folder of a run: the text columns
+NO_CLASS = ("", "nan", "null", "n/a", "#n/a", "<na>")  # labels that are missing, in lower case
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 CLASSES = 1_000  # at most; more different labels are a wrong column
 
 log = logging.getLogger("lion")
@@ -85,7 +89,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             log.warning("%s: test is skipped, none of its labels is one of the training rows", self.origin("test"))
             del rows["test"]
         built = {name: self.sequences(iter(some), self.origin(name), info) for name, some in rows.items()}
-        train, val, test = (built.get(name) for name in SPLITS)
+        train, val, test = (built.get(name) for name in NAMES.values())
         return Splits(train, val, test, info, order=self.order, fingerprint=fingerprint(built))
 
     def published(self) -> tuple[LabelledTextInfo, int] | None:
@@ -174,19 +178,26 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             if path.suffix not in KINDS:
                 raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
             return {"train": (path, None, "train")}
+        if is_saved(path):
+            found = named({split: split for split in load_saved(path)})
+            return {name: (path, None, split) for name, split in found.items()}
         if path.is_dir():
-            found = {name: file for name, stems in SPLITS.items() if (file := first_file(path, stems)) is not None}
+            found = named(tables_in(path))
             if "train" not in found:
                 raise ConfigError(f"data.path: no file train.csv in {path} (or train with one of {kinds})")
-            check_names(file for file in found.values() if file.suffix == ".parquet")
-            return {name: (file, None, name) for name, file in found.items()}
+            for name, files in found.items():
+                if len(files) > 1:
+                    both = " and ".join(file.name for file in files[:2])
+                    raise ConfigError(f"data.path: {path}: {both} are both of split {name}; remove or rename one")
+            check_names(files[0] for files in found.values() if files[0].suffix == ".parquet")
+            return {name: (files[0], None, name) for name, files in found.items()}
         if looks_like_path(config.path):
             raise ConfigError(f"data.path: no file or folder {path}")
         names = hub_splits(config.path, config.subset)
         if "train" not in names:
             raise ConfigError(f"data.path: {config.path!r} has no split 'train', it has {', '.join(names)}")
-        found = {name: next((s for s in stems if s in names), None) for name, stems in SPLITS.items()}
-        return {name: (config.path, config.subset, split) for name, split in found.items() if split is not None}
+        found = named({name: name for name in names})
+        return {name: (config.path, config.subset, split) for name, split in found.items()}
 
     def origin(self, split: str) -> str:
         return str(self.places.get(split, self.places["train"])[0])
@@ -201,6 +212,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                 return names
         others = [name for name in row if name != self.label_column]
         texts = [name for name in others if isinstance(row[name], str)]
+        if not texts:
+            raise ConfigError(f"data.path: {self.origin('train')}: no column holds text: {kinds_of(row)}")
         if len(texts) != 1:
             raise ConfigError(f"data.text_columns: must be set to one or two of {', '.join(others)}")
         return (texts[0],)
@@ -248,17 +261,20 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         numbers = [number_in(x) if cells and isinstance(x, str) else x for x in self.labels]
         odd = [x for x, value in zip(self.labels, numbers) if not isinstance(value, (int, float))]
         fractions = any(isinstance(value, float) and not value.is_integer() for value in numbers)
+        if odd and all(isinstance(x, str) and DECIMAL_COMMA.fullmatch(x.strip()) for x in odd):
+            right = odd[0].strip().replace(",", ".")
+            raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}; write numbers as {right}")
         missing = all(isinstance(x, str) and x.strip().lower() in MISSING for x in odd)
         if odd and (fractions or (missing and len(odd) < len(numbers))):
             raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r} among numbers")
         return not odd
 
     def typed(self, value: Any) -> Any:
-        """Return a label as a number if the training labels are numbers, and else as it was read."""
-        if not self.numeric or not isinstance(value, str):
+        """Return a label as a number if the training labels are numbers; else text without blanks around it."""
+        if not isinstance(value, str):
             return value
-        number = number_in(value)
-        return value if number is None else number
+        number = number_in(value) if self.numeric else None
+        return value.strip() if number is None else number
 
     @functools.cached_property
     def place(self) -> dict[Any, int]:
@@ -269,7 +285,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         """
         values = [self.typed(label) for label in self.labels]
         for (where, _), value in zip(self.labelled, values):
-            if not isinstance(value, (str, int, float)) or value == "":
+            missing = isinstance(value, str) and value.lower() in NO_CLASS
+            if missing or not isinstance(value, (str, int, float)):
                 found = f"{self.label_column!r} holds {value!r}, expected classes or numbers"
                 raise ConfigError(f"{where}: data.label_column: {found}")
         labels = set(values)
@@ -307,10 +324,30 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         )
 
 
-def first_file(folder: Path, stems: Sequence[str]) -> Path | None:
-    """Return the first file NAME.SUFFIX with one of the names, in their order, and a suffix that can be read."""
-    files = (folder / f"{stem}{suffix}" for stem in stems for suffix in KINDS)
-    return next((file for file in files if file.is_file()), None)
+def tables_in(folder: Path) -> dict[str, list[Path]]:
+    """Return the tables in a folder by split; without one of the split train, tables that name no split are train."""
+    tables = [path.relative_to(folder) for path in sorted(folder.iterdir()) if is_table(path)]
+    splits = {file: split_of(file) for file in tables}
+    if "train" in splits.values():
+        others = [file for file, split in splits.items() if split is None]
+        if others:
+            log.info("%s: files that name no split are left out: %s", folder, names_text(others))
+        tables = [file for file in tables if file not in others]
+    return by_split(folder, tables)
+
+
+def is_table(path: Path) -> bool:
+    return path.is_file() and path.suffix in KINDS and not is_hidden(path.name)
+
+
+def named(splits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return splits under the names train, val and test; for each the first that has such a name."""
+    found: dict[str, Any] = {}
+    for name, value in splits.items():
+        split = canonical(name)
+        if split is not None:
+            found.setdefault(NAMES[split], value)
+    return found
 
 
 def hub_splits(path: str, subset: str | None) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet
-from data.hub import import_datasets, readable
-from data.text.tables import DIALECTS, table_rows
+from data.hub import import_datasets, load_saved, readable
+from data.text.tables import DIALECTS, json_rows, table_rows
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Batch, DeviceDataset, moved
@@ -24,9 +24,8 @@ from lion.samples.order import Order, Sequential, Shuffled
 from lion.samples.sequences import SHAPES, padded_length
 from lion.samples.text import LabelledTextInfo
 
-# readers of the `datasets` library by file suffix
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-KINDS = (*READERS, *DIALECTS)  # suffixes of files that can be read
+JSON = (".jsonl", ".json")
+KINDS = (*JSON, ".parquet", *DIALECTS)  # suffixes of files that can be read
 AT_ONCE = 10_000  # texts that are tokenized in one call
 
 log = logging.getLogger("lion")
@@ -234,19 +233,23 @@ def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Ro
 
 
 def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
-    """Open a file as a stream, or a split of a Hub id."""
+    """Open a file as a stream, or a split of a folder of `save_to_disk` or of a Hub id."""
     if isinstance(source, Path) and source.suffix in DIALECTS:
         return table_rows(source)
+    if isinstance(source, Path) and source.suffix in JSON:
+        return json_rows(source)
+    if isinstance(source, Path) and source.is_dir():
+        return load_saved(source)[split]
     datasets = import_datasets()
     if not isinstance(source, Path):
         return datasets.load_dataset(source, subset, split=split)
     options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
-    return datasets.load_dataset(READERS[source.suffix], **options)
+    return datasets.load_dataset("parquet", **options)
 
 
 def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
-    if isinstance(source, Path) and source.suffix != ".parquet":
+    if isinstance(source, Path) and source.suffix in (*JSON, *DIALECTS):
         return ()
     with readable(source, isinstance(source, Path)):
         features = getattr(open_rows(source, subset, split), "features", None) or {}

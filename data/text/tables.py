@@ -1,12 +1,17 @@
-"""Rows of CSV and TSV files. All cells are text: what a column holds is decided by its reader, for all rows at once."""
+"""Rows of CSV, TSV and JSON files.
+
+All cells of tables are text: what a column holds is decided by its reader, for all rows at once.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lion.config import ConfigError
 
@@ -14,6 +19,7 @@ from lion.config import ConfigError
 DIALECTS = {".csv": {"strict": True}, ".tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE}}
 LONGEST = 100  # characters of a number
 MISSING = ("", "nan", "na", "n/a", "null", "none", "?")  # cells without a value, in lower case
+KINDS = {list: "a list", dict: "an object", type(None): "nothing", bool: "true or false", str: "text"}
 NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -42,6 +48,34 @@ def table_rows(path: Path) -> Iterator[dict[str, str]]:
                     yield dict(zip(header, cells))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: not a table of text in UTF-8 ({error})") from None
+
+
+def json_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file of JSON lines, or of one array of objects; text stays text, also that of a date.
+
+    Raises:
+        ConfigError: The file holds something else.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            first = file.read(1)
+            while first.isspace():
+                first = file.read(1)
+            file.seek(0)
+            rows = json.load(file) if first == "[" else map(json.loads, filter(str.strip, file))
+            for number, row in enumerate(rows, 1):
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path}, row {number}: expected a JSON object, got {str(row)[:40]!r}")
+                yield row
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON lines in UTF-8 with one object per line ({error})") from None
+
+
+def kinds_of(row: dict[str, Any]) -> str:
+    """Return the columns of a row with the kinds of their values, for a message."""
+    if not row:
+        return "the first row is empty"
+    return ", ".join(f"{name} holds {KINDS.get(type(value), type(value).__name__)}" for name, value in row.items())
 
 
 def number_in(text: str) -> int | float | None:

@@ -12,7 +12,9 @@ from typing import Any
 from PIL import Image
 
 from data.base import user_path, walk
-from data.hub import TEST, VAL, check_names, configuration, import_datasets, readable, split_of
+from data.hub import check_names, configuration, import_datasets, is_saved, load_saved, readable
+from data.splits import TEST, VAL, by_split, canonical
+from data.vision.imagefolder import HOW, build_folders
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -45,6 +47,11 @@ class HubPictures(Pictures):
 
     def build(self) -> Splits:
         config = self.config
+        path = user_path(config.path or "")
+        if config.path and is_image_folder(path):
+            train = None if config.train == "train" else config.train
+            names = {"train": train, "validation": config.val, "test": config.test}
+            return build_folders(config, path / (config.subset or ""), HOW, names)
         found = load_splits(config)
         names = list(found)
         train = pick(config, "train", config.train, names)
@@ -67,6 +74,17 @@ class HubPictures(Pictures):
         return build_pictures(config, *sources)
 
 
+def is_image_folder(path: Path) -> bool:
+    """Return whether a folder holds images in class folders: neither tables nor a file with labels."""
+    if not path.is_dir() or is_saved(path):
+        return False
+    for _, _, names in os.walk(path):
+        for name in names:
+            if name.endswith(".parquet") or name in ("metadata.csv", "metadata.jsonl"):
+                return False
+    return True
+
+
 def load_splits(config: HubConfig) -> Any:
     """Load the splits of the data set, by name.
 
@@ -80,9 +98,11 @@ def load_splits(config: HubConfig) -> Any:
     if config.subset is not None and path.exists() and not (path / config.subset).is_dir():
         raise ConfigError(f"data.subset: {path} has no folder {config.subset!r}, leave it null")
     with readable(config.path, path.exists()):
+        if is_saved(path):
+            return load_saved(path)
         if path.is_file():
             return datasets.load_dataset("parquet", data_files={config.train: str(path)})
-        if path.is_dir() and (files := by_split(path, config.train, config.subset)):
+        if path.is_dir() and (files := tables_by_split(path, config.train, config.subset)):
             check_names(file for some in files.values() for file in some)
             return datasets.load_dataset("parquet", data_files=files)
         if path.is_dir():
@@ -90,19 +110,16 @@ def load_splits(config: HubConfig) -> Any:
         return datasets.load_dataset(config.path, config.subset)
 
 
-def by_split(root: Path, train: str, subset: str | None = None) -> dict[str, list[str]]:
+def tables_by_split(root: Path, train: str, subset: str | None = None) -> dict[str, list[str]]:
     """Group the parquet files under `root` by split, as on the Hub; files that name no split are those of `train`.
 
     Raises:
         ConfigError: There are several configurations, or others than `subset`.
     """
-    found: dict[str, list[str]] = {}
     paths = (Path(folder, name) for folder, names in walk(root) for name in names if name.endswith(".parquet"))
     files = sorted(path.relative_to(root) for path in paths)
     root, files = configuration(root, files, train, subset)
-    for file in files:
-        found.setdefault(split_of(file) or train, []).append(str(root / file))
-    return found if train in found or len(found) != 1 else {train: next(iter(found.values()))}
+    return {split: list(map(str, group)) for split, group in by_split(root, files, train).items()}
 
 
 def check_links(root: Path) -> None:
@@ -121,6 +138,8 @@ def check_links(root: Path) -> None:
 
 
 def pick(config: HubConfig, key: str, name: str | None, names: list[str]) -> str | None:
+    if name is not None and name not in names and canonical(name) in names:
+        return canonical(name)
     if name is not None and name not in names:
         raise ConfigError(f"data.{key}: {config.path!r} has no split {name!r}, {nearest(name, names)}")
     return name
@@ -154,7 +173,10 @@ class Columns:
 
 
 def is_picture(name: str, feature: Any) -> bool:
-    return isinstance(feature, datasets.Image)
+    """Return whether a column holds images: decoded ones, or the bytes of their files."""
+    if isinstance(feature, dict):
+        return set(feature) == {"bytes", "path"}
+    return isinstance(feature, datasets.Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
 
 
 def is_label(name: str, feature: Any) -> bool:
@@ -165,8 +187,7 @@ class Rows:
     """A split as a source of (image, label)."""
 
     def __init__(self, table: Any, columns: Columns) -> None:
-        raw = isinstance(table.features[columns.image], datasets.Image)
-        self.table = table.cast_column(columns.image, datasets.Image(decode=False)) if raw else table
+        self.table = table.cast_column(columns.image, datasets.Image(decode=False))
         self.columns, self.classes = columns, columns.classes
 
     def __len__(self) -> int:

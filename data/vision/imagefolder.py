@@ -1,22 +1,25 @@
 """Image folders: `data.root/{train,val,test}/<class>/*`, or `data.root/<class>/*` with `data.val_split`.
 
-One of `val` and `test` is enough.
+One of `val` and `test` is enough. Files are pictures by their content, whatever their suffix.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from data.base import find_root, walk
-from data.hub import TEST, VAL
+from data.base import find_root, is_hidden, walk
+from data.splits import split_named
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
-from lion.config import ConfigError
+from data.vision.sources import is_picture
+from lion.config import ConfigError, nearest
 from lion.samples.base import Splits
 
 log = logging.getLogger("lion")
@@ -40,35 +43,94 @@ class ImageFolder(Pictures):
         return build_folders(self.config, find_root(self.config, "imagefolder", HOW), HOW)
 
 
-def build_folders(config: PictureConfig, root: Path, how: str) -> Splits:
-    """Build the splits of the folders `train`, `val` and `test`; without a folder `train`, all of `root` is train.
+def build_folders(
+    config: PictureConfig, root: Path, how: str, names: Mapping[str, str | None] = MappingProxyType({})
+) -> Splits:
+    """Build the splits of the folders of `train`, `val` and `test`; without such folders, all of `root` is train.
 
-    `val` may have another name of `data.hub.VAL`. A folder `test` without classes, as in ImageNet, is left out.
+    The name of a folder of a split contains a word for the split (`Training`, `seg_test`), see `data.splits`. A folder
+    of test images without classes, as in ImageNet, is left out.
+
+    Args:
+        config: The settings.
+        root: The folder of the data set.
+        how: The end of an error message, with the expected folders.
+        names: Folders of splits that the user has named.
     """
-    if not (root / "train").is_dir():
-        if config.val_split is None:
-            above = f"did you mean data.root={root.parent}? " if (root.parent / "train").is_dir() else ""
-            raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
-        source = open_folder(root, config, how)
-        if named := [name for name in source.classes if name.lower() in ("train", *VAL, *TEST)]:
-            raise ConfigError(f"{root}: {', '.join(named)} are not classes; folders of splits are train, val and test")
-        return build_pictures(config, source)
-    val = next((root / name for name in VAL if (root / name).is_dir()), None)
-    test = root / "test" if (root / "test").is_dir() else None
+    folders = split_folders(root, names)
+    if "train" not in folders:
+        return build_classes(config, root, folders, how)
+    val, test = folders.get("validation"), folders.get("test")
     if (val or config.val_split) and test is not None and has_images_alone(test):
         log.warning("%s is left out, its images have no class folders", test)
         test = None
     if val is None and test is None and config.val_split is None:
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
-    train = open_folder(root / "train", config, how)
-    others = [None if path is None else open_folder(path, config, how) for path in (val, test)]
-    return build_pictures(config, train, *others)
+    others = [path.name for path in subfolders(root) if path not in folders.values()]
+    if others:
+        log.info("%s: folders that name no split are left out: %s", root, ", ".join(others))
+    sources = []
+    for path in (folders["train"], val, test):
+        sources.append(None if path is None else open_folder(inner(path), config, how))
+    return build_pictures(config, *sources)
+
+
+def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path], how: str) -> Splits:
+    """Build the splits of a folder of classes, of which a part is held out.
+
+    Raises:
+        ConfigError: No part is held out, or folders of splits are among the classes.
+    """
+    if config.val_split is None:
+        above = f"did you mean {root.parent}? " if (root.parent / "train").is_dir() else ""
+        raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
+    if folders:
+        named = ", ".join(path.name for path in folders.values())
+        raise ConfigError(f"{root}: {named}: a split or a class? Beside a split, expected train; rename a class")
+    return build_pictures(config, open_folder(root, config, how))
+
+
+def split_folders(root: Path, names: Mapping[str, str | None] = MappingProxyType({})) -> dict[str, Path]:
+    """Return the folders of splits in `root`; a folder `train` without folders in it is a class, as in CIFAR-100.
+
+    Raises:
+        ConfigError: Two folders are of one split, or one in `names` does not exist.
+    """
+    found: dict[str, Path] = {}
+    for path in subfolders(root):
+        split = split_named(path.name)
+        if split is None or (split == "train" and not subfolders(path)):
+            continue
+        if split in found:
+            both = f"{found[split].name} and {path.name}"
+            raise ConfigError(f"{root}: {both} both name the split {split}; rename one, or move it away")
+        found[split] = path
+    for split, name in names.items():
+        if name is not None and not (root / name).is_dir():
+            present = [path.name for path in subfolders(root)]
+            raise ConfigError(f"{root} has no folder {name!r} of a split, {nearest(name, present)}")
+        if name is not None:
+            found[split] = root / name
+    return found
+
+
+def subfolders(path: Path) -> list[Path]:
+    """Return the folders in a folder, without hidden ones and those of a file server."""
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
+
+
+def inner(path: Path) -> Path:
+    """Return the folder of a split; archives often repeat its name, `seg_train/seg_train`."""
+    below = subfolders(path)
+    while len(below) == 1 and below[0].name == path.name:
+        path = below[0]
+        below = subfolders(path)
+    return path
 
 
 def has_images_alone(path: Path) -> bool:
     """Return whether a folder holds images, and no folders."""
-    found = [f for f in path.iterdir() if not f.name.startswith(".")]
-    return not any(f.is_dir() for f in found) and any(f.suffix.lower() in IMG_EXTENSIONS for f in found)
+    return not subfolders(path) and any(is_picture(str(file)) for file in path.iterdir() if not is_hidden(file.name))
 
 
 def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
@@ -82,26 +144,39 @@ def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
     if not source.classes or empty:
         what = f"no images of class {', '.join(empty)}" if empty else "no class folders"
         raise ConfigError(f"data set '{config.name}': {path}: {what}; {how}")
+    if source.left_out:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in source.left_out.most_common(5))
+        log.info("%s: %s files are left out: %s", path, f"{source.left_out.total():,}", kinds)
     return source
 
 
 class ClassFolders:
-    """A source of the images in and below `root/<class>/`, in the order of torchvision's ImageFolder."""
+    """A source of the images in and below `root/<class>/`, in the order of torchvision's ImageFolder.
+
+    `left_out` counts the other files by their suffixes, and images outside of the folders of classes.
+    """
 
     def __init__(self, root: Path) -> None:
-        folders = sorted(
-            (os.path.relpath(folder, root).split(os.sep)[0], folder, names)
-            for folder, names in walk(root)
-            if folder != str(root)
-        )
-        self.classes = list(dict.fromkeys(name for name, *_ in folders))
-        label = {name: i for i, name in enumerate(self.classes)}
-        self.samples = [
-            (os.path.join(folder, file), label[name])
-            for name, folder, files in folders
-            for file in files
-            if file.lower().endswith(IMG_EXTENSIONS)
-        ]
+        self.classes: list[str] = []
+        self.samples: list[tuple[str, int]] = []
+        self.left_out: Counter[str] = Counter()
+        folders = []
+        for folder, names in walk(root):
+            name = os.path.relpath(folder, root).split(os.sep)[0]
+            folders.append((name, folder, names))
+        for name, folder, names in sorted(folders):
+            if folder == str(root):
+                self.left_out["without a class"] = sum(is_picture(os.path.join(folder, file)) for file in names)
+                continue
+            if name not in self.classes[-1:]:
+                self.classes.append(name)
+            for file in names:
+                path = os.path.join(folder, file)
+                if is_picture(path):
+                    self.samples.append((path, len(self.classes) - 1))
+                else:
+                    self.left_out[Path(file).suffix or file] += 1
+        self.left_out = +self.left_out
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -25,6 +25,7 @@ from lion.samples.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # for images without a common size
+LONGEST = 4  # sides of a picture that is scaled, in those of the part that is kept
 PROBES = 64  # images of each split that are opened before a run starts
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
@@ -235,6 +236,10 @@ def open_picture(file: Any) -> Image.Image:
             raise ValueError("pixels of 32 bits, whose range is unknown; expected 8 or 16 bits")
         if picture.mode.startswith("I"):
             return Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+        if picture.mode == "P" and isinstance(picture.info.get("transparency"), bytes):
+            return picture.convert("RGBA")  # without this, each later conversion warns
+        if picture.mode == "LAB":  # has no conversion to grey
+            return picture.convert("RGB")
         return picture
 
 
@@ -302,7 +307,8 @@ class Resized(v2.Transform):
 class Covering(v2.Transform):
     """Scaling of a PIL image so that it covers (height, width) / `crop`.
 
-    For a square size, the shorter side is scaled to this size, as in DeiT.
+    For a square size, the shorter side is scaled to this size, as in DeiT. Of a very long picture, only the middle is
+    scaled.
     """
 
     def __init__(self, size: tuple[int, int], crop: float) -> None:
@@ -312,7 +318,12 @@ class Covering(v2.Transform):
     def forward(self, picture: Image.Image) -> Image.Image:
         sides = picture.height, picture.width
         short = max(size * min(sides) / side for size, side in zip(self.size, sides))
-        return v2.functional.resize(picture, [max(int(short / self.crop), math.ceil(short))], interpolation=BICUBIC)
+        target = max(int(short / self.crop), math.ceil(short))
+        longest = [math.ceil(LONGEST * size * min(sides) / target) for size in self.size]
+        if sides[0] > longest[0] or sides[1] > longest[1]:
+            kept = [min(side, most) for side, most in zip(sides, longest)]
+            picture = v2.functional.center_crop(picture, kept)
+        return v2.functional.resize(picture, [target], interpolation=BICUBIC)
 
 
 BICUBIC = v2.InterpolationMode.BICUBIC

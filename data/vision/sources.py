@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from lion.config import ConfigError
 from lion.progress import progress
 from lion.samples.base import Unreadable
+
+USUAL = (*IMG_EXTENSIONS, ".gif", ".jfif", ".jpe", ".avif")
 
 
 class Images(Dataset):
@@ -80,6 +83,17 @@ def read_sample(source: Any, index: int) -> tuple[Any, int]:
         name = files[index][0] if files else f"sample {index}"
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise Unreadable(f"{name} ({type(error).__name__}: {reason})") from error
+
+
+def is_picture(path: str) -> bool:
+    """Return whether a file is a picture; files without a usual suffix are looked into."""
+    if path.lower().endswith(USUAL):
+        return True
+    try:
+        with Image.open(path) as picture:
+            return not isinstance(picture, ImageFile.StubImageFile)  # a stub is recognised but not decoded
+    except Exception:  # the readers of formats raise errors of any type
+        return False
 
 
 def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:

@@ -1,8 +1,10 @@
 import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 import re
+import warnings
 from pathlib import Path
 
 import datasets
@@ -16,10 +18,21 @@ from torchvision.transforms import v2
 
 import data
 from data.base import DataConfig, DataSet, data_root
-from data.hub import configuration, split_of
+from data.hub import configuration
+from data.splits import split_of
 from data.vision import torchvision_sets
 from data.vision.imagefolder import ClassFolders
-from data.vision.images import IMAGENET_MEAN, IMAGENET_STD, TO_TENSOR, open_picture
+from data.vision.images import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    TO_TENSOR,
+    Channels,
+    PictureConfig,
+    open_picture,
+)
+from data.vision.images import (
+    test_transform as transform_of_tests,
+)
 from data.vision.sources import split_indices
 from lion.config import ConfigError
 from lion.samples.base import Info
@@ -257,9 +270,9 @@ CAT, BOTH = {"cat": 1}, {"cat": 1, "dog": 1}
         ({"train": {"cat": 1, "dog": 0}, "val": BOTH}, {}, "/train: no images of class dog; expected ROOT"),
         ({"train": {"cat": 2}, "val": CAT}, {}, r"only one class \(cat\), expected at least two"),
         (
-            {"Train/cat": {"x": 1}, "Train/dog": {"x": 1}, "Val/cat": {"x": 1}},
+            {"cat": {"x": 1}, "dog": {"x": 1}, "seg_test": {"x": 1}},
             {"val_split": 0.5},
-            "Train, Val are not classes; folders of splits are train, val and test",
+            "seg_test: a split or a class?",
         ),
         (TWO, {"val_split": 0.5}, r"data.val_split: data set 'imagefolder' already has validation images"),
         (TWO, {"rand_augment": "rand-x9"}, r"data.rand_augment: .*rand-m9-mstd0.5-inc1"),
@@ -336,10 +349,80 @@ def test_links_between_folders(tmp_path):
         with pytest.raises(ConfigError, match=re.escape(same.format(root=root))):
             folder(root)
         (root / name).unlink()
-    with pytest.raises(
-        ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder; only data.name=imagefolder"
-    ):
+    assert counts(hub(root)) == counts(folder(root))
+    (root / "train" / "metadata.csv").write_text("file_name,label\n")  # read by the `datasets` library
+    with pytest.raises(ConfigError, match=r"data.path: .*/(cat/more|eel) is a link to a folder"):
         hub(root)
+
+
+SPLIT_FOLDERS = [
+    {"Training": BOTH, "Testing": BOTH},
+    {"seg_train/seg_train": BOTH, "seg_test/seg_test": BOTH, "seg_pred": {"": 2}},
+    {"train2017": BOTH, "valSet": BOTH},
+]
+
+
+@pytest.mark.parametrize("layout", SPLIT_FOLDERS)
+@pytest.mark.parametrize("val_split", [None, 0.5])
+def test_folders_of_splits_are_never_classes(tmp_path, layout, val_split):
+    pictures(tmp_path, layout)
+    for open_set in (folder, hub):
+        if val_split and "valSet" in layout:
+            with pytest.raises(ConfigError, match="already has validation images"):
+                open_set(tmp_path, val_split=val_split)
+        else:
+            assert open_set(tmp_path, val_split=val_split).info.classes == ("cat", "dog")
+
+
+def test_a_class_may_be_called_train(tmp_path):
+    pictures(tmp_path, {"": {"boat": 4, "train": 4}})
+    splits = folder(tmp_path, val_split=0.5)
+    assert splits.info.classes == ("boat", "train")
+    pictures(tmp_path, {"train_2": BOTH, "Training": BOTH})
+    with pytest.raises(ConfigError, match="Training and train_2 both name the split train"):
+        folder(tmp_path)
+
+
+def test_pictures_are_known_by_their_content(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lion")
+    pictures(tmp_path, {"": {"cat": 4, "dog": 4}})
+    cat = tmp_path / "cat"
+    for name in ("a.gif", "b.jfif", "c.JPE", "d", "e.jpg_large", "f.data"):
+        kind = "GIF" if name == "a.gif" else "JPEG"
+        picture(1, (9, 7)).save(cat / name, format=kind)
+    for name in ("notes.txt", "labels.xml", "Thumbs.db"):
+        (cat / name).write_text("no picture")
+    (cat / "@eaDir").mkdir()
+    picture(1, (9, 7)).save(cat / "@eaDir" / "thumb.jpg")
+    (tmp_path / "@eaDir").mkdir()
+    for open_set in (folder, hub):
+        splits = open_set(tmp_path, val_split=0.2)
+        assert splits.info.classes == ("cat", "dog") and len(splits.train) + len(splits.val) == 14
+        assert "3 files are left out: 1 .txt, 1 .xml, 1 .db" in caplog.text or "1 .db" in caplog.text
+
+
+def test_of_a_long_picture_the_middle_is_scaled():
+    config, info = PictureConfig(), ImageInfo((32, 32), 3, ("a", "b"), (0.5,) * 3, (0.5,) * 3)
+    long = Image.new("RGB", (20_000, 2))
+    long.paste((255, 0, 0), (9_990, 0, 10_010, 2))
+    covering = transform_of_tests(config, info).transforms[1]
+    assert max(covering(long).size) <= 4 * 37 + 4
+    made = transform_of_tests(config, info)(long)
+    assert made.shape == (3, 32, 32) and made[0].min() > 200 and made[1].max() < 50
+    ordinary = picture(3, (100, 60))
+    assert covering(ordinary).size == (int(36 * 100 / 60), 36)
+
+
+@pytest.mark.parametrize("mode", ["LAB", "P", "CMYK", "I;16"])
+def test_every_mode_becomes_grey(mode, tmp_path):
+    file = tmp_path / "x.tif"
+    made = Image.new(mode, (9, 7))
+    if mode == "P":
+        file = tmp_path / "x.png"
+        made.info["transparency"] = bytes(range(256))
+    made.save(file)
+    with warnings.catch_warnings(action="error"):
+        assert Channels(1)(open_picture(str(file))).mode == "L"
 
 
 def odd_files(folder):
@@ -551,7 +634,7 @@ def test_hf_labels_that_are_not_classes(tmp_path, caplog):
     words, turned = tmp_path / "words", tmp_path / "turned"
     parquet(words / "train.parquet", 4, names=None)
     parquet(words / "val.parquet", 4, names=None, labels=["yes", "no", "maybe", "no"])
-    refused("data.label_column: 'maybe' in split 'val' is not a class of 'train'", words)
+    refused("data.label_column: 'maybe' in split 'validation' is not a class of 'train'", words)
     parquet(turned / "train.parquet", 4)
     parquet(turned / "test.parquet", 4, names=("dog", "cat"))  # of all files, `datasets` takes one's names
     refused("classes of column 'label' differ: .*dog, cat in .*test.parquet", turned)

@@ -143,7 +143,7 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
     assert said.endswith("row 3: label: 5.5 is not a label of stsb, valid: a number from 0 to 5")
     said = refused(tmp_path, "mrpc")
     assert "no folder" in said and "has rte, stsb" in said
-    assert "cannot be read" in refused(rewrite(root, tmp_path, "rte", "{ no json"))
+    assert "not JSON lines in UTF-8" in refused(rewrite(root, tmp_path, "rte", "{ no json"))
     file = tmp_path / "rte" / "train.jsonl"
     for text, words in (
         ("", "train.jsonl: no rows, the file is empty"),

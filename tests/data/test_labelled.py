@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from data.text.corpus import open_corpus
 from data.text.tokenizers import open_tokenizer
 from lion.config import ConfigError
 from tests.helpers import here, refuse
@@ -246,3 +247,53 @@ def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
     assert len(built.train) + len(built.val) == 20
     assert {'[CLS]"hi" he said[SEP]', '[CLS]"so bad[SEP]'} == set(texts_of(built.train)), "quotes are text"
     assert "data.label_column: 'text' is the text" in refusal(labelled(tabs, label_column="text").build)
+
+
+def test_files_of_splits_are_known_by_their_words(tmp_path, caplog):
+    caplog.set_level("INFO", "lion")
+    for name, rows in (("my_Training.csv", ROWS), ("my_dev.csv", ROWS[:4]), ("my_test.csv", ROWS[4:9])):
+        write(tmp_path / name, rows)
+    write(tmp_path / "other.csv", ROWS)
+    splits = labelled(tmp_path).build()
+    assert [len(s) for s in splits[:3]] == [30, 4, 5]
+    assert "files that name no split are left out: other.csv" in caplog.text
+    write(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"my_Training.csv and train.jsonl are both of split train"):
+        labelled(tmp_path).build()
+
+
+def test_labels_are_trimmed_and_missing_ones_refused(tmp_path):
+    rows = [dict(row, label=f" {row['label']} ") if i % 2 else row for i, row in enumerate(ROWS)]
+    file = write(tmp_path / "train.csv", rows)
+    splits = labelled(file).build()
+    assert splits.info.classes == ("no", "yes")
+    for missing in ("nan", "NULL", " "):
+        write(file, [*ROWS, dict(ROWS[0], label=missing)])
+        with pytest.raises(ConfigError, match="row 31: data.label_column: 'label' holds"):
+            labelled(file).build()
+    write(file, [dict(row, label=f"{i},5" if i else "2") for i, row in enumerate(ROWS)])
+    with pytest.raises(ConfigError, match=r"'label' holds '\d,5'; write numbers as \d\.5"):
+        labelled(file).build()
+
+
+def test_text_like_dates_stays_text_and_lists_are_named(tmp_path):
+    rows = [dict(row, text=f"2024-01-{i + 1:02}") for i, row in enumerate(ROWS)]
+    splits = labelled(write(tmp_path / "a.jsonl", rows)).build()
+    assert "[CLS]2024-01-07[SEP]" in texts_of(splits.train) + texts_of(splits.val)
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    again = labelled(tmp_path / "a.json").build()
+    assert again.fingerprint == splits.fingerprint
+    write(tmp_path / "b.jsonl", [dict(row, text=["a", "b"]) for row in ROWS])
+    with pytest.raises(ConfigError, match="b.jsonl: no column holds text: text holds a list"):
+        labelled(tmp_path / "b.jsonl").build()
+
+
+def test_tables_saved_to_disk_are_loaded(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": table, "dev": table.select(range(4))}).save_to_disk(str(tmp_path / "two"))
+    assert len(labelled(tmp_path / "one", val_split=0.2).build().train) == 24
+    assert len(labelled(tmp_path / "two").build().val) == 4
+    corpus = open_corpus(str(tmp_path / "two"), document="file", column="text", subset=None, split="train")
+    assert sorted(corpus.texts()) == sorted(row["text"] for row in ROWS)

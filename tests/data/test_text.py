@@ -868,7 +868,7 @@ ONE_FILE = {"path": "texts/a.txt"}
         (TWO, {"path": "nowhere.txt"}, "'nowhere.txt' is not a local file or folder"),
         (TWO, {"path": None}, "data.path: missing"),
         ({"a.txt": b"caf\xe9 \nand\n"}, {}, r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
-        ({"a.jsonl": "{}\n"}, {}, "data.column: must be set, none of  in .*a.jsonl"),
+        ({"a.jsonl": "{}\n"}, {}, "a.jsonl: no column holds text: the first row is empty"),
         ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, {}, "more than one of a, b"),
         ({"a.jsonl": "{no\n"}, {}, "a.jsonl: not JSON lines"),
         ({"a.jsonl": '["x"]\n'}, {}, "not a JSON object"),
@@ -1033,7 +1033,7 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
         (plain / name).write_text(name)
     assert texts(plain) == ["notes.txt", "train.txt"]
     (plain / "train.txt").unlink()
-    assert texts(plain) == ["notes.txt", "test.txt", "valid.txt"], "without a split for training, all"
+    assert texts(plain) == ["notes.txt"]
     shards = tmp_path / "shards"
     shards.mkdir()
     for i in range(2):
@@ -1041,9 +1041,9 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
     assert texts(shards) == ["0", "1"], "a single name is no split"
     for path, subset, split, message in (
         (two, "row", "train", r"data.subset: .* has raw, small, did you mean 'raw'"),
-        (two, "raw", "dev", r"data.source: .* no files of a split 'dev', only of test, train, validation"),
+        (two, "raw", "extra", r"data.source: .* no files of split 'extra', only of test, train, validation"),
         (other, "raw", "train", r"data.subset: .* has small, "),
-        (plain, None, "extra", r"no files of a split 'extra', only of test, valid"),
+        (plain, None, "extra", r"no files of split 'extra', only of test, train, validation"),
     ):
         with pytest.raises(ConfigError, match=message):
             texts(path, subset, split)
