@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import IO, Any, ClassVar, Self
 
 from torch.utils.data import default_collate
 
@@ -169,7 +169,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a")
+        file = open_lock(path)
     except OSError as error:
         where = "set data.root or $LION_DATA to another folder"
         raise ConfigError(f"{path}: cannot be written ({error.strerror}), {where}") from None
@@ -180,6 +180,15 @@ def locked(path: Path) -> Iterator[None]:
             log.info("%s: another process is preparing these data, waiting for it", path)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """Open a lock file, which may belong to another user: reading suffices to hold it."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        number = os.open(path, os.O_RDONLY)
+    return open(number, "rb")
 
 
 def find_root(config: DataConfig, folder: str, how: str) -> Path:

@@ -60,6 +60,8 @@ def create(folder: Path, fill: Callable[[Path, Path], str]) -> None:
         ConfigError: One of the paths exists and is not a folder.
     """
     parts, partial = beside(folder)
+    if folder.exists() and not parts.exists():
+        return
     with locked(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
             summary = fill(parts, partial)

@@ -157,7 +157,9 @@ def check_reading(args: Any, loaded: LoadedRun) -> None:
 
 def begin(args: Any, model: GPT, tokenizer: Any) -> Continuation:
     """Start the continuation of the prompts of the command line; several processes read them together."""
-    prompts, mode = [tokenizer.encode(p) for p in args.prompt], args.mode or streaming_mode(model)
+    before, _ = tokenizer.frame
+    prompts = [before + tokenizer.encode(prompt) for prompt in args.prompt]
+    mode = args.mode or streaming_mode(model)
     if args.processes == 1:
         return Continuation.of(model, mode, prompts)
     text = Continuation.of(model, mode, prompts, partial(read_in_turn, group=dist.group.WORLD))

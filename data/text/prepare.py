@@ -149,6 +149,8 @@ def assemble(
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
+    if documents > 1 and not any(frame):
+        log.warning("tokenizer %r has no token that separates documents, one follows the other", tokenizer.name)
     if documents == 1 and not tail:
         log.info("data.path: one document, so its last %g %% are held out (data.split=tail)", 100 * held_out)
         tail = True

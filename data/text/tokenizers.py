@@ -24,7 +24,7 @@ NAMES = {  # names of the special tokens
     "cls": ("[CLS]", "<s>"),
     "sep": ("[SEP]", "</s>"),
     "unk": ("[UNK]", "<unk>"),
-    "end": ("<|endoftext|>",),
+    "end": ("<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]"),
 }
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]  # ids 0 to 4 of a WordPiece tokenizer trained here
 BYTES = ["[PAD]", "[MASK]", "[CLS]", "[SEP]", "<|endoftext|>"]  # ids 256 to 260
@@ -51,6 +51,14 @@ class Tokenizer:
         self.vocabulary = max(self.ids.values(), default=-1) + 1
         found = {key: next((self.ids[n] for n in names if n in self.ids), None) for key, names in NAMES.items()}
         self.special = {key: token for key, token in found.items() if token is not None}
+        self.added = added_tokens(inner)
+        begin, end = self.added
+        if begin:
+            self.special["cls"] = begin[0]
+        if end:
+            self.special["sep"] = end[-1]
+        if begin and end:  # nothing else ends a document
+            self.special.pop("end", None)
 
     @property
     def fingerprint(self) -> str:
@@ -59,7 +67,12 @@ class Tokenizer:
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """The ids before and after a document: ([cls], [sep]), ([], [end]), or ([], [])."""
+        """The ids before and after a document.
+
+        They are those that the tokenizer's own post-processor adds, else ([cls], [sep]), ([], [end]) or ([], []).
+        """
+        if any(self.added):
+            return self.added
         if {"cls", "sep"} <= self.special.keys() and "end" not in self.special:
             return [self.special["cls"]], [self.special["sep"]]
         return [], [self.special["end"]] if "end" in self.special else []
@@ -140,6 +153,18 @@ class Tokenizer:
         if odd := [i for i in ids if not 0 <= i < self.vocabulary]:
             raise ConfigError(f"tokenizer {self.name!r} has no id {odd[0]}, valid ids are 0 to {self.vocabulary - 1}")
         return self.inner.decode(list(ids), skip_special_tokens=False)
+
+
+def added_tokens(inner: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that the post-processor of a tokenizer adds before and after a text."""
+    if inner.post_processor is None:
+        return [], []
+    encoding = inner.encode("a", add_special_tokens=True)
+    ids = encoding.ids
+    added = [bool(mark) for mark in encoding.special_tokens_mask]
+    begin = added.index(False) if False in added else len(ids)
+    end = len(ids) - added[::-1].index(False) if False in added else len(ids)
+    return ids[:begin], ids[end:]
 
 
 def open_tokenizer(name: str) -> Tokenizer:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
 import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -173,7 +175,18 @@ def missing_compiler() -> str | None:
         return f"no C++ compiler found ({name}); install g++"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
+    cache = compiler_cache()
+    if cache.exists() and os.statvfs(cache).f_flag & os.ST_NOEXEC:
+        return f"{cache} is on a file system without execution (noexec); set TORCHINDUCTOR_CACHE_DIR to another folder"
     return None
+
+
+def compiler_cache() -> Path:
+    """Return the folder of compiled code, or the nearest folder above it that exists."""
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual))
+    existing = [path for path in (folder, *folder.parents) if path.exists()]
+    return existing[0] if existing else folder
 
 
 def prepare_compiler() -> threading.Thread | None:

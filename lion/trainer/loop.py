@@ -30,7 +30,7 @@ from lion.trainer.parallel import TrainedModels, full, local, replicate, shard, 
 from lion.trainer.plan import Plan
 from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, random_state, restore_random_state
-from lion.trainer.state import RunState, SaveTimer, TrainingClock
+from lion.trainer.state import RunState, SaveTimer, StoppedTime, TrainingClock
 
 log = logging.getLogger("lion")
 
@@ -77,6 +77,7 @@ class Trainer:
         learner = TrainedModels(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # set by a signal
+        self.stopped_time: StoppedTime | None = None  # of a run that is limited by time
 
     def fit(self, started: Callable[[RunState], None] | None = None) -> bool:
         """Train to the end; return False if a signal stopped the run earlier (the state is saved).
@@ -95,6 +96,8 @@ class Trainer:
                 started(state)
             resumed = state.step
             stack.enter_context(catch_signals(self))
+            if self.plan.seconds is not None:
+                self.stopped_time = stack.enter_context(StoppedTime())
             out = stack.enter_context(contextlib.closing(self.open_log()))
             loader = self.data.train(state.samples)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
@@ -142,7 +145,7 @@ class Trainer:
         """Run the training loop; return False if a signal stopped the loop."""
         state, timer, save_due = self.state, SaveTimer(self.plan.save_seconds), False
         complete = self.evaluate_if_due(out)  # a signal may have interrupted the last evaluation
-        clock = TrainingClock(compiles=state.compiled)
+        clock = TrainingClock(compiles=state.compiled, stopped=self.stopped_time)
         while complete and not state.finished:
             lr = self.set_learning_rate()
             with self.undone_without_compiler():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lion.trainer.schedule import learning_rate
 log = logging.getLogger("lion")
 
 
+TICK, LATE = 0.2, 1.0  # seconds between two looks at the clock, and after which a look is late
 KEPT = {  # entries of `RunState.to_dict` that `RunState.restore` needs, with their types
     "step": int,
     "samples": int,
@@ -202,20 +204,53 @@ def upcoming_text(upcoming: dict[str, Any] | None) -> str:
     return f"samples {', '.join(map(str, upcoming['samples']))} .. at learning rate {upcoming['lr']:.3g}"
 
 
-class TrainingClock:
-    """The clock of a time-limited run; the first step of a process counts 0 seconds if it compiles."""
+class StoppedTime:
+    """A measure of the time in which this process is stopped (SIGSTOP, Slurm's suspend, a frozen container).
 
-    def __init__(self, compiles: bool) -> None:
-        self.compiles = compiles
+    A thread counts time in which it should have run and did not.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ended = threading.Event()
+
+    def __enter__(self) -> StoppedTime:
+        threading.Thread(target=self.watch, name="stopped_time", daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+
+    def watch(self) -> None:
+        before = time.monotonic()
+        while not self.ended.wait(TICK):
+            now = time.monotonic()
+            lost = now - before - TICK
+            if lost > LATE:
+                self.seconds += lost
+            before = now
+
+
+class TrainingClock:
+    """The clock of a time-limited run, without the time in which the process is stopped.
+
+    The first step of a process counts 0 seconds if it compiles.
+    """
+
+    def __init__(self, compiles: bool, stopped: StoppedTime | None = None) -> None:
+        self.compiles, self.stopped = compiles, stopped
         self.restart()
 
     def restart(self) -> None:
         """Restart the current lap, because the time since its start was not training."""
-        self.started = time.perf_counter()
+        self.started = self.now()
+
+    def now(self) -> float:
+        return time.perf_counter() - (0.0 if self.stopped is None else self.stopped.seconds)
 
     def lap(self) -> float:
         """Return the seconds since the last lap or `restart`, and start a new lap."""
-        before, self.started = self.started, time.perf_counter()
+        before, self.started = self.started, self.now()
         if self.compiles:
             self.compiles = False
             return 0.0

@@ -1,5 +1,7 @@
 import contextlib
 import dataclasses
+import fcntl
+import io
 import logging
 import os
 import pickle
@@ -17,7 +19,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 import data
-from data.base import DataConfig, DataSet, data_root
+from data import pool
+from data.base import DataConfig, DataSet, data_root, locked
 from data.hub import configuration
 from data.splits import split_of
 from data.vision import torchvision_sets
@@ -533,6 +536,29 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
     assert folders("part", wnids[:10]).classes == tuple(wnids[:10])
 
 
+def test_the_lock_file_of_another_user_is_held_by_reading_it(tmp_path, monkeypatch):
+    path, opened_as, own = tmp_path / "x.lock", [], os.open
+
+    def of_another_user(path, flags, *mode):
+        opened_as.append(flags)
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return own(path, flags, *mode)
+
+    path.touch()
+    monkeypatch.setattr(os, "open", of_another_user)
+    with locked(path):
+        assert opened_as[-1] == os.O_RDONLY
+        with open(path) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_prepared_data_need_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "locked", lambda path: pytest.fail("prepared data are only read"))
+    (tmp_path / "done").mkdir()
+    pool.create(tmp_path / "done", fill=None)
+
+
 # Hugging Face
 
 
@@ -763,3 +789,21 @@ def test_a_task_that_is_given_another_kind_of_data(tmp_path, capsys, monkeypatch
         f"tasks that take images: {', '.join(others)}\n"
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_hf_reads_raw_bytes_and_tables_saved_to_disk(tmp_path):
+    rows = []
+    for i in range(6):
+        file = io.BytesIO()
+        picture(i, (9, 7)).save(file, "PNG")
+        rows.append({"img": file.getvalue(), "label": i % 2})
+    (tmp_path / "raw").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "raw" / "train.parquet"))
+    structs = [dict(row, img={"bytes": row["img"], "path": "x.png"}) for row in rows]
+    (tmp_path / "structs").mkdir()
+    datasets.Dataset.from_list(structs).to_parquet(str(tmp_path / "structs" / "my_train.parquet"))
+    table = datasets.Dataset.from_list(rows).cast_column("img", datasets.Image())
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "saved"))
+    for name in ("raw", "structs", "saved"):
+        splits = hub(tmp_path / name, **({} if name == "saved" else {"val_split": 0.5}))
+        assert splits.info.size == (7, 9) and len(splits.train) == (6 if name == "saved" else 3), name

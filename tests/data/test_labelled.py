@@ -269,7 +269,7 @@ def test_labels_are_trimmed_and_missing_ones_refused(tmp_path):
     assert splits.info.classes == ("no", "yes")
     for missing in ("nan", "NULL", " "):
         write(file, [*ROWS, dict(ROWS[0], label=missing)])
-        with pytest.raises(ConfigError, match="row 31: data.label_column: 'label' holds"):
+        with pytest.raises(ConfigError, match=r"row 31: data\.label_column: 'label' holds"):
             labelled(file).build()
     write(file, [dict(row, label=f"{i},5" if i else "2") for i, row in enumerate(ROWS)])
     with pytest.raises(ConfigError, match=r"'label' holds '\d,5'; write numbers as \d\.5"):
@@ -284,7 +284,7 @@ def test_text_like_dates_stays_text_and_lists_are_named(tmp_path):
     again = labelled(tmp_path / "a.json").build()
     assert again.fingerprint == splits.fingerprint
     write(tmp_path / "b.jsonl", [dict(row, text=["a", "b"]) for row in ROWS])
-    with pytest.raises(ConfigError, match="b.jsonl: no column holds text: text holds a list"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl: no column holds text: text holds a list"):
         labelled(tmp_path / "b.jsonl").build()
 
 

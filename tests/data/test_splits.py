@@ -10,7 +10,8 @@ from lion.config import ConfigError
 
 NAMES = {
     "train": "ptb.train.txt Train.txt TRAIN.csv training.txt a_train.jsonl train2017.txt trainSet.tsv "
-    "mnist-train.parquet TinyStoriesV2-GPT4-train.txt training/a.txt Training/cat/1.txt wikiTrain.txt x.train traindata.txt",
+    "mnist-train.parquet TinyStoriesV2-GPT4-train.txt training/a.txt Training/cat/1.txt wikiTrain.txt x.train "
+    "traindata.txt",
     "validation": "ptb.valid.txt Valid.txt val.csv a_dev.jsonl validation.txt wiki.valid.raw dev-clean.txt "
     "val2017/a.txt TinyStoriesV2-GPT4-valid.txt devset.txt train/val.txt VALID.TXT validation-00000-of-00002.parquet",
     "test": "ptb.test.txt Test.txt testing.txt eval.txt seg_test/1.txt t_eval_2.txt test_set/a.txt testData.csv",

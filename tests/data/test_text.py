@@ -1067,3 +1067,40 @@ def test_the_tokenizer_of_a_run_serves_where_its_own_file_is_gone(tmp_path):
     moved = text_set(tmp_path, path=path, tokenizer=gone)
     moved.restore(run, {"tokenizer": gone})
     assert moved.tokenizer.encode("be") == made.tokenizer.encode("be")
+
+
+def framing(special, single):
+    """Return a tokenizer of bytes whose post-processor adds special tokens to a text, and the names of a frame."""
+    inner = tokenizers.Tokenizer.from_str(open_tokenizer("bytes").inner.to_str().replace("<|endoftext|>", "<|x|>"))
+    inner.add_special_tokens(special)
+    used = [(name, inner.token_to_id(name)) for name in special if name in single]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=used)
+    made = Tokenizer("own", inner)
+    before, after = made.frame
+    return made, " ".join([*map(inner.id_to_token, before), "$A", *map(inner.id_to_token, after)])
+
+
+@pytest.mark.parametrize(
+    "special, single, roles",
+    [
+        (["<|begin_of_text|>", "<|end_of_text|>"], "<|begin_of_text|> $A", ("<|begin_of_text|>", "[SEP]")),
+        (["<bos>", "<eos>"], "<bos> $A", ("<bos>", "[SEP]")),
+        (["</s>"], "$A </s>", ("[CLS]", "</s>")),
+        (["[CLS]", "[SEP]", "<|endoftext|>"], "[CLS] $A [SEP]", ("[CLS]", "[SEP]")),
+        (["<cls>", "<eos>"], "<cls> $A <eos>", ("<cls>", "<eos>")),
+    ],
+)
+def test_the_post_processor_of_a_tokenizer_frames_documents(special, single, roles):
+    made, frame = framing(special, single)
+    assert frame == single
+    assert tuple(made.inner.id_to_token(made.special[role]) for role in ("cls", "sep")) == roles
+    before, after = made.frame
+    assert made.inner.encode("ab").ids == before + made.encode("ab") + after
+
+
+def test_documents_without_a_border_are_a_line(tmp_path, caplog):
+    prepared(lines_set(tmp_path / "lines", ["ab", "ba", "aa"], tokenizer="characters"))
+    assert "tokenizer 'characters' has no token that separates documents" in caplog.text
+    caplog.clear()
+    prepared(lines_set(tmp_path / "one", ["ab", "ba", "aa"], tokenizer="characters", document="file"))
+    assert "separates documents" not in caplog.text

@@ -1,6 +1,10 @@
 """Tests of time-limited runs, growing batches, and their schedules."""
 
 import logging
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from lion.trainer.loader import StepSampler
 from lion.trainer.plan import make_plan
 from lion.trainer.schedule import to_seconds, to_share
 from lion.trainer.state import TrainingClock
-from tests.helpers import refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, refuse, state_of, tiny_recipe
 from tests.processes import in_ranks
 from tests.trainer import toys
 from tests.trainer.helpers import assert_close, lines, logged, same, stopped_at, train
@@ -185,6 +189,31 @@ def test_the_first_process_says_what_time_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(type(t.state.runtime), "agree", lambda self, value: value / 2)
     t.state.advance(3.0)
     assert (t.state.step, t.state.seconds, t.state.samples) == (1, 1.5, 16)
+
+
+STOPPED = """
+import time
+from lion.trainer.state import StoppedTime, TrainingClock
+
+with StoppedTime() as stopped:
+    clock = TrainingClock(compiles=False, stopped=stopped)
+    print("ready", flush=True)
+    end = time.monotonic() + 3.5
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    print(clock.lap(), flush=True)
+"""
+
+
+@pytest.mark.process
+def test_time_in_which_the_process_is_stopped_is_no_training():
+    process = subprocess.Popen([sys.executable, "-c", STOPPED], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGCONT)
+    out, _ = process.communicate(timeout=60)
+    assert 0.5 < float(out) < 2.2
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import os
 import random
 from types import SimpleNamespace
 
@@ -111,9 +112,14 @@ def model(mixer, **settings):
     return ViT(config, image_size=(8, 8), channels=1, num_classes=4)
 
 
-def test_without_a_compiler_it_runs_eager_with_one_line(monkeypatch, caplog):
+def test_without_a_compiler_it_runs_eager_with_one_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler" in missing_compiler()
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "ls")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+        assert f"{tmp_path} is on a file system without execution (noexec)" in missing_compiler()
     m = model("lion_s")
     assert compile_blocks(m) is False
     assert len(caplog.messages) == 1 and "running eager" in caplog.messages[0]

@@ -89,7 +89,7 @@ def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dic
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
     inner.add_special_tokens([word for word in words.values() if word not in known])  # would lose their own rules
-    if prompts and inner.num_special_tokens_to_add(False):
+    if prompts and tokenizer.frame[1] and inner.num_special_tokens_to_add(False):
         inner.post_processor = processors.Sequence([])
     if tokenizer.frame[0] and not prompts and inner.post_processor is None:
         cls, sep = words["cls"], words["sep"]
