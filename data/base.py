@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -201,6 +202,12 @@ def find_root(config: DataConfig, folder: str, how: str) -> Path:
     if not root.is_dir():
         raise ConfigError(f"data set '{config.name}': no folder {root} (set data.root=PATH or $LION_DATA); {how}")
     return root
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Log a line about data, which a command may open several times."""
+    log.info(line)
 
 
 def is_hidden(name: str) -> bool:

@@ -6,14 +6,12 @@ does not.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from data.base import say_once
 from lion.config import ConfigError
-
-log = logging.getLogger("lion")
 
 VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits on the Hub
 SPELLINGS = {
@@ -84,7 +82,7 @@ def by_split(root: Path, files: Iterable[Path], train: str = "train") -> dict[st
         groups = {train: groups.popitem()[1]}
     if len(groups) > 1 or 0 < unnamed < len(groups.get(train, [])):
         taken = "; ".join(f"{split}: {names_text(group)}" for split, group in groups.items())
-        log.info("%s: files by split: %s", root, taken)
+        say_once(f"{root}: files by split: {taken}")
     return {split: [root / file for file in group] for split, group in groups.items()}
 
 

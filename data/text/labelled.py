@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.base import is_hidden, user_path
+from data.base import is_hidden, say_once, user_path
 from data.hub import check_names, import_datasets, is_saved, load_saved, readable
 from data.splits import by_split, canonical, names_text, split_of
 from data.text.sequences import (
@@ -331,7 +331,7 @@ def tables_in(folder: Path) -> dict[str, list[Path]]:
     if "train" in splits.values():
         others = [file for file, split in splits.items() if split is None]
         if others:
-            log.info("%s: files that name no split are left out: %s", folder, names_text(others))
+            say_once(f"{folder}: files that name no split are left out: {names_text(others)}")
         tables = [file for file in tables if file not in others]
     return by_split(folder, tables)
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from PIL import Image
 
-from data.base import find_root, is_hidden, walk
+from data.base import find_root, is_hidden, say_once, walk
 from data.splits import split_named
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from data.vision.sources import is_picture
@@ -68,7 +68,7 @@ def build_folders(
         raise ConfigError(f"data set '{config.name}': no folder {root / 'val'}; {how}")
     others = [path.name for path in subfolders(root) if path not in folders.values()]
     if others:
-        log.info("%s: folders that name no split are left out: %s", root, ", ".join(others))
+        say_once(f"{root}: folders that name no split are left out: {', '.join(others)}")
     sources = []
     for path in (folders["train"], val, test):
         sources.append(None if path is None else open_folder(inner(path), config, how))
@@ -146,7 +146,7 @@ def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
         raise ConfigError(f"data set '{config.name}': {path}: {what}; {how}")
     if source.left_out:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in source.left_out.most_common(5))
-        log.info("%s: %s files are left out: %s", path, f"{source.left_out.total():,}", kinds)
+        say_once(f"{path}: {source.left_out.total():,} files are left out: {kinds}")
     return source
 
 

@@ -31,11 +31,11 @@ def test_names_of_several_splits_are_refused():
     assert split_of(Path("train-test-split/test/1.csv")) == "test"
 
 
-def test_what_files_are_taken_for_is_said(caplog):
+def test_what_files_are_taken_for_is_said(tmp_path, caplog):
     caplog.set_level(logging.INFO, "lion")
     files = [Path(name) for name in ("a.txt", "b.txt", "c.txt", "d.txt", "x_test.txt")]
-    found = by_split(Path("/data"), files)
-    assert found == {"train": [Path("/data") / file for file in files[:4]], "test": [Path("/data/x_test.txt")]}
-    assert "/data: files by split: train: a.txt, b.txt, c.txt and 1 more; test: x_test.txt" in caplog.text
+    found = by_split(tmp_path, files)
+    assert found == {"train": [tmp_path / file for file in files[:4]], "test": [tmp_path / "x_test.txt"]}
+    assert f"{tmp_path}: files by split: train: a.txt, b.txt, c.txt and 1 more; test: x_test.txt" in caplog.text
     caplog.clear()
-    assert by_split(Path("/data"), files[:4]) == {"train": found["train"]} and not caplog.text
+    assert by_split(tmp_path, files[:4]) == {"train": found["train"]} and not caplog.text
