@@ -14,18 +14,21 @@ Make = Callable[[], Mapping[str, Tensor | None]]
 
 
 class Constants(nn.Module):
-    """A module with constants, which it makes again when it is moved or converted: `to_empty` leaves no values."""
+    """A module with constants, which it makes again when it is moved or converted: `to_empty` leaves no values.
+
+    They are attributes and no buffers, which others average (`AveragedModel(use_buffers=True)`).
+    """
 
     makers: Mapping[tuple[str, ...], Make] = {}
 
     def hold(self, make: Make) -> None:
-        """Register the buffers that `make` returns by name. They replace earlier ones of the same names.
+        """Set the constants that `make` returns by name. They replace earlier ones of the same names.
 
         `make` is stored, so it must be possible to pickle it.
         """
         values = make()
         for name, value in values.items():
-            self.register_buffer(name, value, persistent=False)
+            setattr(self, name, value)
         self.makers = {**self.makers, tuple(values): make}
 
     def remake(self, device: torch.device) -> None:
@@ -49,6 +52,10 @@ class Constants(nn.Module):
         """Move or convert the tensors; `to_empty` ends here, once for each parent of a shared module."""
         before = self.held()
         super()._apply(fn, recurse)
+        for names in self.makers:
+            for name in names:
+                value = getattr(self, name)
+                setattr(self, name, value if value is None else fn(value))
         if not self.on_meta and any(new is not old for new, old in zip(self.held(), before)):
             self.remake(self.held()[0].device)
         return self

@@ -43,6 +43,11 @@ __all__ = [
 ]
 
 for auto, kind in AUTO.items():
-    key = LionConfig.model_type if auto == "AutoConfig" else LionConfig
-    getattr(transformers, auto).register(key, globals()[kind], exist_ok=True)
+    if auto == "AutoConfig":
+        transformers.AutoConfig.register(LionConfig.model_type, LionConfig, exist_ok=True)
+        continue
+    loader = getattr(transformers, auto)
+    loader.register(LionConfig, globals()[kind], exist_ok=True)
+    # the trainer, pipelines, `serve` and lm-eval look for names in the table of names that `register` leaves out
+    loader._model_mapping._model_mapping[LionConfig.model_type] = kind
 register_attention()

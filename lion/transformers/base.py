@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import Block
+from lion.layers.constants import Constants
 from lion.models import Model
 from lion.transformers.config import LionConfig
 from lion.transformers.remote import AUTO_MAP, write_code
@@ -97,6 +98,9 @@ class LionPreTrainedModel(PreTrainedModel):
             if not initialized(x)
         }
         super().initialize_weights()
+        for part in self.model.modules():
+            if isinstance(part, Constants) and part.on_meta:
+                part.remake(next(self.model.parameters()).device)
         if not tensors:
             return
         random = any(isinstance(x, nn.Parameter) for x in tensors.values())
