@@ -25,7 +25,7 @@ from lion.samples.order import Shuffled
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # for images without a common size
-LONGEST = 4  # sides of a picture that is scaled, in those of the part that is kept
+LONGEST = 16  # sides of a picture that is scaled, in those of the part that is kept
 PROBES = 64  # images of each split that are opened before a run starts
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 

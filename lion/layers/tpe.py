@@ -56,8 +56,10 @@ class TPE(nn.Module):
         self.decay = nn.Parameter(-torch.logit(forgets))
         self.optim_factors = undecayed("weight", "decay")
 
-    def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
-        """Sum tokens x (B, L, dim) along the axes of `layout`.
+    def forward(
+        self, x: Tensor, layout: Layout = PLAIN, context: Any = None, grid: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Sum tokens x (B, L, dim) along the axes of `layout`; `grid` is that of this call, by default the module's.
 
         Raises:
             ValueError: No tokens, coordinates that do not fit the grid, coordinates without a grid, or segments on a
@@ -66,15 +68,20 @@ class TPE(nn.Module):
         if x.shape[1] == 0:
             raise ValueError(f"x: expected tokens (B, L >= 1, dim), got shape {tuple(x.shape)}")
         x = layout.clean(x)
+        grid = self.grid if grid is None else grid
         if layout.part is None:
-            return self.summed(x, layout)
+            return self.summed(x, layout, grid)
         own = self.weight.shape[1] // layout.part.count  # channels are independent of each other
         channels = slice(own * layout.part.rank, own * (layout.part.rank + 1))
-        return by_heads(lambda x, rows: self.summed(x.mT, rows, channels).mT, layout, x.mT).mT
+        return by_heads(lambda x, rows: self.summed(x.mT, rows, grid, channels).mT, layout, x.mT).mT
 
-    def summed(self, x: Tensor, layout: Layout, channels: slice = slice(None)) -> Tensor:
+    def summed(
+        self, x: Tensor, layout: Layout, grid: tuple[int, ...] | None, channels: slice = slice(None)
+    ) -> Tensor:
         """Sum whole rows x (B, L, C) of these channels; padding is 0."""
-        return self.on_line(x, layout, channels)[0] if self.grid is None else self.on_grid(x, layout, channels)
+        if grid is None:
+            return self.on_line(x, layout, channels)[0]
+        return self.on_grid(x, layout, grid, channels)
 
     def check_split(self, count: int) -> None:
         """Check that `count` processes can share the channels.
@@ -144,44 +151,45 @@ class TPE(nn.Module):
             y, last = toeplitz_sum(dense[:, :-1], weight, log_decay, size, first=places.first, state=state)
             return F.pad(y, (0, 0, 0, 1)).gather(1, index).to(x.dtype), last
 
-    def on_grid(self, x: Tensor, layout: Layout, channels: slice) -> Tensor:
+    def on_grid(self, x: Tensor, layout: Layout, grid: tuple[int, ...], channels: slice) -> Tensor:
         """Sum x (B, L, dim) along every axis of the grid."""
         if layout.segment_index is not None:
             raise ValueError("segments: a grid has one sample per row, without segments")
-        places, size = self.places(x, layout), math.prod(self.grid)
+        places, size = places_on_grid(x, layout, grid), math.prod(grid)
         with no_autocast(x):
             weight, log_decay = self.kernels(x, channels)
             dense = x.new_zeros(x.shape[0], size + 1, x.shape[2], dtype=weight.dtype)
-            dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, self.grid)
+            dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, grid)
             y = torch.zeros_like(dense)
-            for axis, length in enumerate(self.grid, 1):
+            for axis, length in enumerate(grid, 1):
                 lines = dense.movedim(axis, -2)  # (B, .., length, dim)
                 sums = toeplitz_sum(lines.flatten(0, -3), weight[axis - 1], log_decay[axis - 1], min(CHUNK, length))[0]
                 y = y + sums.view(lines.shape).movedim(-2, axis)
             y = F.pad(y.flatten(1, -2), (0, 0, 0, 1)).index_select(1, places).to(x.dtype)
             return torch.where(places[:, None] < size, y, x)
 
-    def places(self, x: Tensor, layout: Layout) -> Tensor:
-        """Return the index (L,) of each token of x (B, L, dim) on the grid, in row-major order.
 
-        Tokens without coordinates get the index after the last position.
-        """
-        coords, grid = layout.coords, " x ".join(map(str, self.grid))
-        shape = (len(self.grid), x.shape[1])
-        if coords is None or coords.shape != shape:
-            got = None if coords is None else tuple(coords.shape)
-            raise ValueError(f"layout: a grid of {grid} needs coords {shape}, got {got}")
-        size, special, place, inside = math.prod(self.grid), (coords < 0).all(0), 0, True
-        for length, coord in zip(self.grid, coords):
-            place, inside = place * length + coord, inside & (coord >= 0) & (coord < length)
-        place = torch.where(inside, place, size)
-        alone = torch.zeros(size + 1, dtype=torch.long, device=x.device).index_add(0, place, torch.ones_like(place)) < 2
-        right = special | (inside & alone[place])
-        if not holds(right.all(), f"layout: coords do not fit a grid of {grid}"):
-            found = (~right).nonzero()[0, 0]
-            why = "two tokens at one position" if inside[found] else "outside"
-            raise ValueError(f"layout: coords {tuple(coords[:, found].tolist())} do not fit a grid of {grid}: {why}")
-        return place
+def places_on_grid(x: Tensor, layout: Layout, grid: tuple[int, ...]) -> Tensor:
+    """Return the index (L,) of each token of x (B, L, dim) on the grid, in row-major order.
+
+    Tokens without coordinates get the index after the last position.
+    """
+    coords, name = layout.coords, " x ".join(map(str, grid))
+    shape = (len(grid), x.shape[1])
+    if coords is None or coords.shape != shape:
+        got = None if coords is None else tuple(coords.shape)
+        raise ValueError(f"layout: a grid of {name} needs coords {shape}, got {got}")
+    size, special, place, inside = math.prod(grid), (coords < 0).all(0), 0, True
+    for length, coord in zip(grid, coords):
+        place, inside = place * length + coord, inside & (coord >= 0) & (coord < length)
+    place = torch.where(inside, place, size)
+    alone = torch.zeros(size + 1, dtype=torch.long, device=x.device).index_add(0, place, torch.ones_like(place)) < 2
+    right = special | (inside & alone[place])
+    if not holds(right.all(), f"layout: coords do not fit a grid of {name}"):
+        found = (~right).nonzero()[0, 0]
+        why = "two tokens at one position" if inside[found] else "outside"
+        raise ValueError(f"layout: coords {tuple(coords[:, found].tolist())} do not fit a grid of {name}: {why}")
+    return place
 
 
 def toeplitz_sum(

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lion.layers.constants import Constants, grid_constants
-from lion.layers.layout import Layout
+from lion.layers.layout import Layout, grid_layout
+
+
+class Placed(NamedTuple):
+    """The argument `attn_mask` of a call whose tokens have places of their own.
+
+    Attributes:
+        mask: A mask of padding, or None.
+        layout: The layout of the tokens.
+    """
+
+    mask: Tensor | None
+    layout: Layout
 
 
 class Grid(Constants):
@@ -37,6 +50,11 @@ class Grid(Constants):
 
     def reset_parameters(self) -> None:
         self.remake(self.coords.device)
+
+    def layout_of(self, size: tuple[int, int]) -> Layout:
+        """Return the layout of images with another number of patches, (height, width)."""
+        with torch.device(self.coords.device):
+            return grid_layout(*size, self.scans, self.prefix)
 
     def forward(self) -> Layout:
         return Layout(coords=self.coords, special=self.special, orders=self.orders)

@@ -17,7 +17,7 @@ from lion.layers.mixers import LINEAR, MIXERS
 from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.linear import LionAttention as Layer
 from lion.ops.modes import holds
-from lion.timm.grid import Grid, copy_own
+from lion.timm.grid import Grid, Placed, copy_own
 
 PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that are arguments of timm's layers
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions
@@ -82,13 +82,13 @@ class TimmAttention(Layer):
             twin = kind(*given, device="meta")
         self.__dict__["causal_twin"] = twin  # without weights of its own, and not registered as a module
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | Placed | None = None, is_causal: bool = False) -> Tensor:
         """Mix tokens x (B, L, dim).
 
         Args:
             attn_mask: A mask of padding, boolean (True for tokens) or added to scores (0 for tokens, minus infinity or
                 the smallest number of its type for padding): (B, 1, 1, L), or (B, 1, L, L) with the same keys in every
-                row. Rows of padding may also be empty. B and L may be 1 where they broadcast.
+                row. Rows of padding may also be empty. B and L may be 1 where they broadcast. Models pass `Placed`.
             is_causal: Whether no token sees a later one: direction "forward" for this call, with its convention of
                 decays (`AttentionConfig`). Together with `attn_mask`, both apply.
 
@@ -99,6 +99,8 @@ class TimmAttention(Layer):
         if is_causal and self.config.direction != "forward":
             return self.causally(x, attn_mask)
         layout = PLAIN if self.place is None else self.place()
+        if isinstance(attn_mask, Placed):
+            attn_mask, layout = attn_mask
         if attn_mask is not None:
             layout = layout.masked(x, keys_of(attn_mask, x))
         return self.proj_drop(super().forward(x, layout))
@@ -107,7 +109,7 @@ class TimmAttention(Layer):
         inputs, tails = super().read(*args)
         return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k)), tails
 
-    def causally(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+    def causally(self, x: Tensor, attn_mask: Tensor | Placed | None) -> Tensor:
         """Mix tokens x (B, L, dim) in direction "forward", with the same parameters.
 
         Raises:

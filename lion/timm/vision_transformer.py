@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import Attention, GELUTanh, GluMlp, Mlp, register_notrace_module
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from lion.layers.norms import NORMS, over_tokens
 from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import TPE
 from lion.models.vit import ViTConfig
-from lion.timm.grid import Grid, copy_own
+from lion.timm.grid import Grid, Placed, copy_own
 from lion.timm.layers import TimmAttention, attention
 
 __all__ = ["LionVisionTransformer", "arguments", "build"]
@@ -40,8 +40,11 @@ class GridTPE(TPE):
         super().__init__(dim, states, place.size)
         self.place = place
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, self.place())
+    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Sum tokens x (B, L, dim) of images with another number of patches, (height, width), or that of the model."""
+        if size is None or size == self.place.size:
+            return super().forward(x, self.place())
+        return super().forward(x, self.place.layout_of(size), grid=size)
 
     def reset_parameters(self) -> None:
         with torch.device(self.weight.device):
@@ -93,6 +96,7 @@ class LionVisionTransformer(VisionTransformer):
         super().__init__(*args, **settings)
         weight, layers = self.patch_embed.proj.weight, [m for m in self.modules() if isinstance(m, TimmAttention)]
         scans = layers[0].config.scans if layers else ROW_MAJOR
+        self.linear = bool(layers)
         with torch.device(weight.device):
             self.place = Grid(self.patch_embed.grid_size, self.num_prefix_tokens, scans)
             self.tpe = GridTPE(self.embed_dim, tpe, self.place).to(weight.dtype) if tpe else None
@@ -112,10 +116,27 @@ class LionVisionTransformer(VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Add prefix tokens, position embeddings and MD-TPE, as far as the model has them, to patches x."""
-        if self.dynamic_img_size and x.shape[1:3] != self.place.size:  # (B, height, width, dim)
-            self.resize(x.shape[1:3])
+        size = tuple(x.shape[1:3]) if self.dynamic_img_size else None  # x: (B, height, width, dim)
         x = super()._pos_embed(x)
-        return x if self.tpe is None else self.tpe(x)
+        return x if self.tpe is None else self.tpe(x, size)
+
+    def placed(self, images: Tensor, mask: Tensor | None) -> Tensor | Placed | None:
+        """Return the mask of a call, with the layout of its tokens if the images do not have the size of the model."""
+        if not self.dynamic_img_size or not self.linear:
+            return mask
+        size = tuple(self.patch_embed.dynamic_feat_size(images.shape[-2:]))
+        return mask if size == self.place.size else Placed(mask, self.place.layout_of(size))
+
+    def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        mask = self.placed(x, attn_mask)
+        if mask is attn_mask or attn_mask is not None or is_causal or not self.grad_checkpointing:
+            return super().forward_features(x, mask, is_causal)
+        x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
+        blocks = [partial(block, attn_mask=mask) for block in self.blocks]
+        return self.norm(checkpoint_seq(blocks, x))
+
+    def forward_intermediates(self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, **settings: Any) -> Any:
+        return super().forward_intermediates(x, *args, attn_mask=self.placed(x, attn_mask), **settings)
 
     def no_weight_decay(self) -> set[str]:
         ours = {name for name, factor in optim_factors(self).items() if not factor.weight_decay}
