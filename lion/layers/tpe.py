@@ -75,9 +75,7 @@ class TPE(nn.Module):
         channels = slice(own * layout.part.rank, own * (layout.part.rank + 1))
         return by_heads(lambda x, rows: self.summed(x.mT, rows, grid, channels).mT, layout, x.mT).mT
 
-    def summed(
-        self, x: Tensor, layout: Layout, grid: tuple[int, ...] | None, channels: slice = slice(None)
-    ) -> Tensor:
+    def summed(self, x: Tensor, layout: Layout, grid: tuple[int, ...] | None, channels: slice = slice(None)) -> Tensor:
         """Sum whole rows x (B, L, C) of these channels; padding is 0."""
         if grid is None:
             return self.on_line(x, layout, channels)[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lion.config import nearest
 from lion.layers.layout import PLAIN
@@ -20,7 +19,7 @@ from lion.ops.modes import holds
 from lion.timm.grid import Grid, Placed, copy_own
 
 PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that are arguments of timm's layers
-SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop")  # parts that are the same in all directions
+SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop", "place")  # parts that are the same in all directions
 
 
 @register_notrace_module
@@ -79,7 +78,7 @@ class TimmAttention(Layer):
         if self.config.direction == "both":
             kind = attention(self.name, **{**self.settings, "direction": "forward"})
             given = (dim, num_heads, qkv_bias, qk_norm, scale_norm, proj_bias, attn_drop, proj_drop, norm_layer)
-            twin = kind(*given, device="meta")
+            twin = borrower(kind(*given, device="meta"), self, SHARED)
         self.__dict__["causal_twin"] = twin  # without weights of its own, and not registered as a module
 
     def forward(self, x: Tensor, attn_mask: Tensor | Placed | None = None, is_causal: bool = False) -> Tensor:
@@ -120,18 +119,13 @@ class TimmAttention(Layer):
             what = "direction 'backward'" if self.config.direction == "backward" else "several scans"
             raise ValueError(f"is_causal: not available with {what}")
         self.causal_twin.check_causal()
-        self.causal_twin._modules.update({name: self._modules[name] for name in SHARED})  # with hooks and adapters
-        own, known = tensors_of(self), tensors_of(self.causal_twin)
-        for name in own:
-            if name not in known:
-                raise ValueError(f"is_causal: {name} was added; adapters are available in {', '.join(SHARED)} alone")
-        return functional_call(self.causal_twin, own, (x, attn_mask))
+        if not borrows(self.causal_twin, self, SHARED):  # a part was replaced, or this is a copy of `DataParallel`
+            self.__dict__["causal_twin"] = borrower(self.causal_twin, self, SHARED)
+        return self.causal_twin(x, attn_mask)
 
     def put(self, place: Grid) -> None:
         """Set the layout of the tokens of all images."""
         self.place = place
-        if self.causal_twin is not None:
-            self.causal_twin.place = place
 
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
         super().set_form(form, chunk_size)
@@ -153,8 +147,42 @@ class TimmAttention(Layer):
         return new_layer, (self.name, self.settings), self.__dict__
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path: str = "") -> nn.Module:
+    """Return a copy of `twin` that reads the parameters and buffers of `own`, and has its `shared` parts.
+
+    Raises:
+        ValueError: `own` has tensors or parts that `twin` does not have; `path` is the place of both.
+    """
+    made = object.__new__(type(twin))
+    made.__dict__ = {**vars(twin), "_parameters": own._parameters, "_buffers": own._buffers, "_modules": {}}
+    made._modules.update(twin._modules)
+    for kind in ("_parameters", "_buffers", "_modules"):
+        added = [name for name in vars(own)[kind] if name not in vars(twin)[kind]]
+        if added:
+            where = f"{path}{added[0]}"
+            raise ValueError(f"is_causal: {where} was added; adapters are available in {', '.join(SHARED)} alone")
+    for name, part in own._modules.items():
+        if name in shared or part is None:
+            made._modules[name] = part
+        else:
+            made._modules[name] = borrower(twin._modules[name], part, path=f"{path}{name}.")
+    return made
+
+
+def borrows(twin: nn.Module, own: nn.Module, shared: Collection[str] = ()) -> bool:
+    """Return whether `twin` is a `borrower` of the present parts of `own`."""
+    if twin._parameters is not own._parameters or twin._buffers is not own._buffers:
+        return False
+    for name, part in own._modules.items():
+        if name not in twin._modules:
+            return False
+        mine = twin._modules[name]
+        if name in shared or part is None:
+            if mine is not part:
+                return False
+        elif not borrows(mine, part):
+            return False
+    return True
 
 
 def new_layer(mixer: str, settings: dict[str, Any]) -> TimmAttention:

@@ -5,6 +5,7 @@ import importlib
 import pickle
 import re
 import sys
+import threading
 
 import pytest
 import torch
@@ -188,6 +189,25 @@ def test_one_compiled_graph_serves_masks_and_causality():
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     for arguments in ({"is_causal": True}, {"attn_mask": VALID[:, None, None]}, {"attn_mask": PAIRS}):
         assert torch.equal(compiled(x, **arguments), layer(x, **arguments))
+
+
+def test_threads_call_one_layer():
+    layer, _, x = layers("lion_s")
+    expected, found = layer(x, is_causal=True), []
+
+    def call_again():
+        for _ in range(20):
+            found.append(layer(x, is_causal=True))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=call_again) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(before)
+    assert len(found) == 80 and all(torch.allclose(y, expected) for y in found)
 
 
 def test_without_timm_one_line_names_the_package(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lion.layers.mixers import set_form
 from lion.layers.mixers.attention import AttentionConfig
@@ -107,6 +108,35 @@ def test_symbolic_traces_and_images_of_other_sizes(name):
         torch.testing.assert_close(dynamic(images(size)), model(images(size)), rtol=0, atol=1e-5)
     theirs.set_input_size(other)
     torch.testing.assert_close(theirs(images(other)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vit_lion_d_multiscan_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"])
+def test_images_of_two_sizes_have_their_gradients(name):
+    """Check two sizes with one number of patches in a backward pass, recomputed or not, after an evaluation of one."""
+    settings = dict(img_size=SIDE, depth=1, num_classes=CLASSES, dynamic_img_size=True, drop_path_rate=0.0)
+    model = randomise(timm.create_model(name, **settings))
+    tall, wide = images((64, 32)), images((32, 64))
+    with torch.inference_mode():
+        model(tall)
+
+    def gradients(*batches):
+        model.zero_grad()
+        sum(model(x).square().mean() for x in batches).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    alone = [gradients(tall), gradients(wide)]
+    for recompute in (False, True):
+        model.set_grad_checkpointing(recompute)
+        for both, one, other in zip(gradients(tall, wide), *alone, strict=True):
+            torch.testing.assert_close(both, one + other)
+
+
+def test_averages_keep_orders_and_coordinates():
+    model = randomise(timm.create_model(TINY[-1], img_size=SIDE, depth=1, num_classes=CLASSES))
+    mean = AveragedModel(model, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+    for _ in range(20):
+        mean.update_parameters(model)
+    assert torch.equal(mean(images()), model(images())) and not [*model.buffers()]
 
 
 @torch.no_grad()

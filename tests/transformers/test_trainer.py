@@ -11,7 +11,8 @@ pytest.importorskip("accelerate")
 import transformers
 
 from data.text.tokenizers import make_tokenizer
-from lion.transformers import LionConfig, LionForMaskedLM, LionForSequenceClassification
+from lion.transformers import LionConfig, LionForCausalLM, LionForMaskedLM, LionForSequenceClassification
+from lion.transformers.remote import AUTO
 from tests.helpers import glue_folder
 from tools.export.hub import save_tokenizer
 
@@ -56,3 +57,22 @@ def test_it_learns_glue_and_resumes_from_its_checkpoint(tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "checkpoint-30")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters()))
+
+
+def test_smoothed_labels_are_the_next_tokens(tmp_path):
+    section = {"name": "gpt", "mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
+    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=16)).eval()
+    ids = torch.arange(32).view(2, 16)
+    logits = model(ids).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for smoothing in (0.0, 1e-9):
+        how = {"label_smoothing_factor": smoothing, "use_cpu": True, "report_to": []}
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(tmp_path, **how))
+        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+def test_every_class_is_in_the_tables_of_names():
+    for auto, kind in AUTO.items():
+        if auto != "AutoConfig":
+            assert getattr(transformers, auto)._model_mapping._model_mapping["lion"] == kind, auto
