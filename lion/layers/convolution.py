@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import undecayed
+from lion.layers.weights import like
 from lion.ops import no_autocast
 from lion.ops.tokens import flip
 
@@ -178,7 +179,7 @@ class Window(nn.Module):
 
     def initial_state(self, batch: int) -> Tensor:
         """Return the state (B, tokens before, C) before the first token."""
-        return next(self.parameters()).new_zeros(batch, -self.offsets[0], self.channels)
+        return like(self).new_zeros(batch, -self.offsets[0], self.channels)
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Tensor]:
         """Map a prompt x (B, L, C). Return the output, and the state after the last segment."""

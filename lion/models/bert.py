@@ -16,6 +16,7 @@ from lion.layers.blocks.base import Dropout
 from lion.layers.layout import ROW_MAJOR, valid_of
 from lion.layers.norms import NO_NORM
 from lion.layers.positions import POSITIONS
+from lion.layers.weights import rows_of
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
@@ -83,7 +84,7 @@ class MaskedHead(nn.Module):
     def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
         if self.transform is not None:
             x = self.norm(F.gelu(self.transform(x)))
-        return F.linear(x, embeddings, self.bias)
+        return F.linear(x, embeddings, None if self.bias is None else self.bias[: len(embeddings)])
 
 
 class BertEncoder(TokenModel):
@@ -134,7 +135,7 @@ class BertEncoder(TokenModel):
         x = self.embed(tokens)
         x = self.placed(x, layout.positions_of(x))
         if self.types is not None:
-            x = x + (self.types.weight[0] if types is None else self.types(self.own(types)))
+            x = x + (rows_of(self.types, 1, x.device)[0] if types is None else self.types(self.own(types)))
         elif types is not None:
             raise ValueError("types: this model has no embeddings of token types (model.token_types)")
         return layout.clean(self.encoder(self.dropout(self.norm(x), layout), layout))
@@ -172,7 +173,7 @@ class Bert(BertEncoder):
 
     def logits(self, x: Tensor) -> Tensor:
         """Map (.., dim), as of `encode`, to logits (.., vocabulary)."""
-        return self.head(x, self.tokens.weight)[..., : self.vocabulary]
+        return self.head(x, rows_of(self.tokens, self.vocabulary, x.device))[..., : self.vocabulary]
 
 
 @dataclass

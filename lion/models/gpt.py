@@ -16,6 +16,7 @@ from lion.layers.blocks.base import Dropout
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import AttentionConfig
 from lion.layers.mixers.base import check_state, state_type
+from lion.layers.weights import rows_of
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.init import INITS
 from lion.models.tokens import TokenModel, drop_biases
@@ -150,7 +151,7 @@ class GPT(TokenModel):
 
     def logits(self, x: Tensor) -> Tensor:
         """Map (B, L, dim) to logits (B, L, vocabulary)."""
-        return F.linear(x, self.tokens.weight)[..., : self.vocabulary]
+        return F.linear(x, rows_of(self.tokens, self.vocabulary, x.device))[..., : self.vocabulary]
 
     @property
     def streams(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,11 @@ def checkpointed(block: type[Block]) -> type[Block]:
 
     class Checkpointed(block, GradientCheckpointingLayer):
         def forward(self, *args: Any, method: Callable[..., Any] = block.forward, **named: Any) -> Any:
-            return method(self, *args, **named)
+            hooks = offload_hooks(self)
+            if not hooks:
+                return method(self, *args, **named)
+            with loaded(hooks):
+                return method(self, *args, **named)
 
         def prefill(self, *args: Any) -> tuple[Tensor, Any]:
             return self(*args, method=block.prefill)
@@ -46,6 +50,31 @@ def checkpointed(block: type[Block]) -> type[Block]:
     for name in ("__name__", "__qualname__", "__module__"):
         setattr(Checkpointed, name, getattr(block, name))
     return Checkpointed
+
+
+def offload_hooks(block: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the parts of a block whose weights accelerate has offloaded, with the hooks that load them."""
+    found = []
+    for part in block.modules():
+        hook = vars(part).get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            if getattr(each, "offload", False):
+                found.append((part, each))
+    return found
+
+
+@contextmanager
+def loaded(hooks: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Load the weights of all parts of a block at once, because its parts also read weights of each other."""
+    for part, hook in hooks:
+        hook.pre_forward(part)
+        hook.offload = False  # until the end, calls of the part leave the weights where they are
+    try:
+        yield
+    finally:
+        for part, hook in hooks:
+            hook.offload = True
+            hook.post_forward(part, None)
 
 
 def new_block(block: type[Block]) -> Block:

@@ -20,7 +20,7 @@ from lion.models.lra import LRAMasked, SequenceEncoder
 from lion.models.tokens import TokenModel
 from lion.ops.modes import may_wait
 from lion.samples.labels import UNLABELLED
-from lion.transformers.base import LionPreTrainedModel
+from lion.transformers.base import LionPreTrainedModel, loaded, offload_hooks
 from lion.transformers.cache import LionCache, cache_of
 from lion.transformers.masks import check_next, segments_of, starts_of, valid_of
 
@@ -116,7 +116,9 @@ class LionTextModel(LionPreTrainedModel):
             more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}
             return BaseModelOutputWithPast(self.model.encode(inputs, segments, **more))
         cache = LionCache() if cache is None else cache
-        return BaseModelOutputWithPast(self.stream(inputs, attention_mask, packed, cache), cache)
+        tpe = getattr(self.model.encoder, "tpe", None)  # streams without a call of its `forward`
+        with loaded([] if tpe is None else offload_hooks(tpe)):
+            return BaseModelOutputWithPast(self.stream(inputs, attention_mask, packed, cache), cache)
 
     @property
     def has_types(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lion.layers.mixers import MIXERS, make_mixer, vim
-from lion.layers.mixers.decay import linear
+from lion.layers.weights import linear
 
 from .helpers import close
 

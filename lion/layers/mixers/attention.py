@@ -15,7 +15,6 @@ from lion.config import setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
 from lion.layers.mixers.base import Mixer, check_state, check_width
-from lion.layers.mixers.decay import is_plain
 from lion.layers.mixers.parts import (
     BLOCKS,
     HEAD_NORMS,
@@ -28,6 +27,7 @@ from lion.layers.mixers.parts import (
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
 from lion.layers.optim_factors import undecayed
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
+from lion.layers.weights import is_plain
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
+from lion.layers.weights import like
 from lion.ops import FORMS
 from lion.ops.settings import check_chunk_size, choice, number
 
@@ -102,9 +103,8 @@ class Mixer(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A tensor with dtype and device of a state: the weight of `proj`, or if it is quantised another parameter."""
-        parameters = (self.proj.weight, *self.parameters(), torch.empty(0))
-        return next(p for p in parameters if isinstance(p, Tensor) and p.is_floating_point())
+        """An empty tensor with dtype and device of a state: those of `proj`, or else of another part."""
+        return like(self.proj, like(self))
 
     def initial_state(self, batch: int) -> Any:
         """Return the empty state, for a stream without a prompt."""

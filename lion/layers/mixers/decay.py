@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.ops import NO_GATES, Gates, no_autocast
 
-__all__ = ["Decay", "Gating", "linear"]  # for mixers of your own
+__all__ = ["Decay", "Gating"]  # for mixers of your own
 
 
 class Gating(NamedTuple):
@@ -85,23 +84,6 @@ class Decay(nn.Module):
     def by_head(self, x: Tensor) -> Tensor:
         """Split the heads: (B, L, H D) -> (B, H, L, D)."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-
-def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is its weight and bias alone, without an adapter, quantisation or hooks."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer).forward is nn.Linear.forward and not hooks
-
-
-def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """Apply a linear layer in the dtype of `x`, float32 or float64, whatever the dtype of its weights.
-
-    A layer in its place, as an adapter or a quantised layer, computes in the dtype of its own parameters.
-    """
-    if not is_plain(layer):
-        dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), x.dtype)
-        return layer(x.to(dtype)).to(x.dtype)
-    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def fold(k: Tensor, gate: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig, Inputs
-from lion.layers.mixers.decay import Decay, Gating, linear
+from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import RWKV_EPS, DiscreteDecay, inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.optim_factors import undecayed
+from lion.layers.weights import linear
 from lion.ops import Gates, no_autocast
 
 

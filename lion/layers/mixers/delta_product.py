@@ -23,12 +23,13 @@ from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import check_state
-from lion.layers.mixers.decay import Decay, Gating, linear
+from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
 from lion.layers.mixers.linear import LinearMixer, LinearState
 from lion.layers.mixers.parts import NO_PART
 from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
+from lion.layers.weights import linear
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
 from lion.ops.decay import scan_directions
 from lion.ops.rotary import rotate_each

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lion.config import fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
-from lion.layers.mixers.decay import Decay, Gating, linear
+from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.lion import LION
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
 from lion.layers.rotations import along_text
+from lion.layers.weights import linear
 from lion.ops import Gates, rotary_angles
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # legs as in S5; a scalar decay cannot rotate

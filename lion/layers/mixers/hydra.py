@@ -27,11 +27,12 @@ from lion.config import setting
 from lion.layers.convolution import Row, ShortConvolution, last_tokens, neighbour
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.decay import fold, linear
+from lion.layers.mixers.decay import fold
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceConfig, StateSpaceMixer
 from lion.layers.norms import RMSNorm
+from lion.layers.weights import linear
 from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, split_attention, step
 from lion.ops.decay import scan_directions
 

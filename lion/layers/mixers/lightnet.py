@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo
-from lion.layers.mixers.decay import Decay, Gating, linear
+from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.layers.weights import linear
 from lion.ops import Gates, log_sum_outside, logcumsumexp, one_scan_attention, split_one_scan_attention
 from lion.ops.segments import segment_starts
 

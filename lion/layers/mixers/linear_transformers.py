@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from lion.layers.convolution import AdaptiveTokenShift
 from lion.layers.layout import Layout
-from lion.layers.mixers.decay import Decay, Gating, fold, linear
+from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.layers.optim_factors import undecayed
+from lion.layers.weights import linear
 from lion.ops import Gates
 
 RWKV_EPS = 64e-5  # of the group norm in the released code: 1e-5 times the square of a divisor, which is 8

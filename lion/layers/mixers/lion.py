@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.mixers.decay import Decay, Gating, linear
+from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
+from lion.layers.weights import linear
 from lion.ops import Gates
 
 LION: dict[str, Any] = {

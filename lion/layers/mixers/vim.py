@@ -23,11 +23,11 @@ from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.decay import is_plain, linear
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
 from lion.layers.optim_factors import undecayed
+from lion.layers.weights import is_plain, linear
 from lion.ops import Part, no_autocast
 from lion.ops.decay import scan_directions
 from lion.ops.modes import transforms_active

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
-from lion.layers.mixers.decay import Decay, Gating, fold, linear
+from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import entering_maximum, running_maximum
+from lion.layers.weights import linear
 from lion.ops import Gates, Settings, linear_attention_parts, no_autocast, split_attention_parts
 from lion.ops.features import apply_feature_map
 

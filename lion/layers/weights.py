@@ -1,0 +1,62 @@
+"""Weights that are read outside of their module.
+
+Others change what a module computes: adapters (PEFT) replace it, offloading (accelerate) wraps its `forward` and leaves
+weights on the meta device, quantisation (torchao) wraps its weights. Its own weights then are not what it computes
+with, and the module has to be called. `is_plain` decides, for all modules.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["linear"]  # for mixers of your own
+
+OF_TORCH = ("torch.distributed.", "torch._subclasses.")  # modules of tensors that stand for the weight itself
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether a linear layer or an embedding computes with its weight and bias alone."""
+    if "forward" in vars(layer) or type(layer).forward not in (nn.Linear.forward, nn.Embedding.forward):
+        return False
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return not hooks and not is_wrapped(layer.weight)
+
+
+def is_wrapped(weight: Tensor) -> bool:
+    """Return whether a weight is a tensor of another library, such as a quantised one."""
+    if type(weight) in (Tensor, nn.Parameter):
+        return False
+    return is_traceable_wrapper_subclass(weight) and not type(weight).__module__.startswith(OF_TORCH)
+
+
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """Apply a linear layer in the dtype of `x`, float32 or float64, whatever the dtype of its weights.
+
+    A layer that is not plain computes in the dtype of its own parameters.
+    """
+    if not is_plain(layer):
+        return layer(x.to(like(layer, x).dtype)).to(x.dtype)
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+
+
+def rows_of(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
+    """Return the rows of an embedding (rows, dim); if it is not plain, the first `count`, as it returns them."""
+    if is_plain(embedding):
+        return embedding.weight
+    return embedding(torch.arange(count, device=device))
+
+
+def like(layer: nn.Module, otherwise: Tensor | None = None) -> Tensor:
+    """Return an empty tensor with the dtype and the device of the weights of a layer.
+
+    Weights on the meta device count only if there are no others. A layer without weights has those of `otherwise`.
+    """
+    floating = [p for p in layer.parameters() if p.is_floating_point()]
+    present = [p for p in floating if not p.is_meta]
+    for found in (present, floating):
+        if found:
+            return torch.empty(0, dtype=found[0].dtype, device=found[0].device)
+    return torch.empty(0) if otherwise is None else otherwise
