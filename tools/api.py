@@ -15,7 +15,8 @@ from lion.files import save_text
 
 PAGE = Path(__file__).resolve().parent.parent / "reports" / "api.md"
 EXTRAS = ("lion.timm", "lion.transformers")  # which need packages of an extra
-MODULES = ("lion", "lion.ops", "lion.layers.mixers", "lion.layers.mixers.decay", "lion.layers.weights", *EXTRAS)  # whose `__all__` is public
+# modules whose `__all__` is public
+MODULES = ("lion", "lion.ops", "lion.layers.mixers", "lion.layers.mixers.decay", "lion.layers.weights", *EXTRAS)
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 
 

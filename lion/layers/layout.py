@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lion.ops import Part, SegmentIndex, check_masks, segment_index
+from lion.ops.arguments import check_dense
 from lion.ops.segments import segment_starts
 from lion.ops.settings import hint
 
@@ -62,6 +63,7 @@ class Layout(NamedTuple):
         Raises:
             ValueError: Any other type, a mask of the wrong shape or dtype, or the layout of other tokens.
         """
+        check_dense("x", x)
         if isinstance(layout, Layout):
             layout.check(x)
             return layout

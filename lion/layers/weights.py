@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["linear"]  # for mixers of your own
 
-OF_TORCH = ("torch.distributed.", "torch._subclasses.")  # modules of tensors that stand for the weight itself
+# modules of tensors that stand for a weight: shards, and values that are traced
+OF_TORCH = ("torch.distributed.", "torch._subclasses.", "torch.fx.")
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -27,9 +27,7 @@ def is_plain(layer: nn.Module) -> bool:
 
 def is_wrapped(weight: Tensor) -> bool:
     """Return whether a weight is a tensor of another library, such as a quantised one."""
-    if type(weight) in (Tensor, nn.Parameter):
-        return False
-    return is_traceable_wrapper_subclass(weight) and not type(weight).__module__.startswith(OF_TORCH)
+    return type(weight) not in (Tensor, nn.Parameter) and not type(weight).__module__.startswith(OF_TORCH)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

@@ -17,6 +17,21 @@ def mismatch(name: str, expected: str, x: Any) -> ValueError:
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    """Check that a tensor holds rows of one length, in a type with which this package computes.
+
+    Raises:
+        ValueError: A nested tensor, or numbers of 8 bits.
+    """
+    if x.is_nested:
+        raise ValueError(
+            f"{name}: a nested tensor, expected rows of one length: pad them and pass `valid`, or join them and pass "
+            "`segments`"
+        )
+    if x.is_floating_point() and x.dtype.itemsize == 1:
+        raise ValueError(f"{name}: {x.dtype}, expected float16, bfloat16, float32 or float64")
+
+
 def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check the shapes and dtypes of q, k (B, H, L, D) and v (B, H, L, E).
 
@@ -24,6 +39,8 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     if torch.jit.is_tracing():  # padding, chunks and steps would be fixed to those of the example
         raise RuntimeError("torch.jit.trace: the trace would be wrong at other lengths, use torch.export")
+    if torch.is_tensor(q):
+        check_dense("q", q)
     if not torch.is_tensor(q) or q.dim() != 4 or not q.is_floating_point():
         raise mismatch("q", "floating point (B, H, L, D)", q)
     if q.shape[2] == 0 or q.shape[3] == 0:

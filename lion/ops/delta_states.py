@@ -10,11 +10,13 @@ up in the dtype of L, and are multiplied and returned in that of V.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lion.ops.arguments import no_autocast
 from lion.ops.modes import exporting
@@ -166,6 +168,14 @@ def backward_op(
 @backward_op.register_fake
 def _(T, read, erase, kept, of_states, of_values):
     return results_like(of_values, read)
+
+
+@register_flop_formula([torch.ops.lion.delta_states, torch.ops.lion.delta_states_backward])
+def flops_of_loop(T: torch.Size, read: torch.Size, *_: Any, out_shape: Any, **__: Any) -> int:
+    """Return the FLOPs of the three products of every chunk, whose arguments are given by their shapes."""
+    *chunks, tokens, dim = read
+    width = out_shape[1][-1]
+    return 2 * math.prod(chunks) * (2 * tokens * dim * width + tokens * tokens * width)
 
 
 loop_op.register_vmap(functools.partial(batched, loop_op))

@@ -14,11 +14,13 @@ one step.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lion.ops.arguments import no_autocast
 from lion.ops.modes import exporting, transforms_active
@@ -222,6 +224,18 @@ def scan_gradients(
 @scan_gradients.register_fake
 def _(grad_y, grad_state, x, dt, A, B, C, start, states, size, compile_steps):
     return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x, dt, A, B, C, grad_state))
+
+
+@register_flop_formula(torch.ops.lion.selective_scan)
+def flops_of_scan(x: torch.Size, dt: torch.Size, A: torch.Size, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the decay, the write and the read of every state, for arguments given by their shapes."""
+    return 6 * math.prod(x) * A[-1]
+
+
+@register_flop_formula(torch.ops.lion.selective_scan_gradients)
+def flops_of_gradients(grad_y: torch.Size, grad_state: torch.Size, *inputs: torch.Size, **__: Any) -> int:
+    """Return the FLOPs of the states, which are computed again, and of twice as many for their gradients."""
+    return 3 * flops_of_scan(*inputs)
 
 
 def keep_inputs(ctx, inputs, output) -> None:

@@ -104,6 +104,9 @@ class LionPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LionConfig) -> None:
         super().__init__(copy.deepcopy(config))  # `settings` changes it, and other models may share it
         self.model = self.build()
+        longest = getattr(self.model, "longest", None)
+        if longest is not None:  # others have no such attribute, as lm-eval expects
+            self.config.max_position_embeddings = longest
         for block in self.model.units():
             block.__class__ = checkpointed(type(block))
         self.post_init()

@@ -40,6 +40,7 @@ class LionConfig(PreTrainedConfig):
             They normalise uint8 images; images in floating point must be normalised already.
         data: Facts about the data of an exported run, from which `./run.sh convert` restores the run.
 
+    A model with position embeddings sets `max_position_embeddings`, the largest number of tokens of a row.
     `num_labels`, `id2label` and `problem_type` describe the outputs of classifiers, as in all models of `transformers`.
     """
 

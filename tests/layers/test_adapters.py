@@ -9,6 +9,8 @@ from torch import nn
 
 from lion.layers.mixers import MIXERS, make_mixer, vim
 from lion.layers.weights import linear
+from lion.models.bert import Bert, BertConfig
+from lion.models.gpt import GPT, GPTConfig
 
 from .helpers import close
 
@@ -59,6 +61,91 @@ def test_adapters_and_hooks_of_every_linear_layer(name, block):
         assert layer.get_submodule(place).up.weight.grad.any(), place
 
 
+WRAPPED = [
+    ("lion_s", "plain"),
+    ("softmax", "plain"),
+    ("rwkv6", "published"),
+    ("rwkv7", "published"),
+    ("fox", "published"),
+]
+
+
+class Halved(torch.Tensor):
+    """A weight of another library: it stores half of its values."""
+
+    @staticmethod
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype, requires_grad=False)
+
+    def __init__(self, half):
+        self.half = half
+
+    @classmethod
+    def __torch_function__(cls, function, kinds, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            x, weight, *bias = args
+            return function(x, 2 * weight.half, *bias, **(kwargs or {}))
+        return super().__torch_function__(function, kinds, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].half)
+        raise NotImplementedError(str(function))
+
+
+@pytest.mark.parametrize(("name", "block"), WRAPPED)
+@torch.no_grad()
+def test_weights_of_another_library(name, block):
+    torch.manual_seed(0)
+    layer, x = make_mixer(name, 16, 2, direction="forward", block=block).eval(), torch.randn(2, 9, 16)
+    wrapped = copy.deepcopy(layer)
+    for part in wrapped.modules():
+        if type(part) is nn.Linear:
+            part.weight = nn.Parameter(Halved(part.weight.detach() / 2), requires_grad=False)
+    close(wrapped(x), layer(x), rtol=1e-4, atol=1e-5)
+    state = wrapped.prefill(x[:, :8])[1]
+    close(wrapped.step(x[:, 8:], state)[0], layer(x)[:, 8:], rtol=1e-4, atol=1e-5)
+    assert wrapped.initial_state(2) is not None
+
+
+@torch.no_grad()
+def test_a_forward_of_an_instance_counts():
+    layer, x = make_mixer("rwkv6", 16, 2, block="published"), torch.randn(2, 9, 16)
+    same = copy.deepcopy(layer)
+    for part in layer.modules():
+        if type(part) is nn.Linear:
+            own = part.weight.detach().clone()
+            nn.init.constant_(part.weight, torch.nan)  # as offloaded weights are not there
+            part.forward = lambda x, own=own, bias=part.bias: torch.nn.functional.linear(x, own, bias)
+    close(layer(x), same(x))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@torch.no_grad()
+def test_adapters_of_embeddings_reach_tied_heads_and_types(kind):
+    class Shifted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.shift = base, nn.Parameter(torch.randn_like(base.weight))
+
+        def forward(self, ids):
+            return self.base(ids) + nn.functional.embedding(ids, self.shift)
+
+    sizes = dict(vocabulary=50, length=16)
+    if kind == "gpt":
+        model = GPT(GPTConfig("lion_s", 16, 1, 2), **sizes)
+    else:
+        model = Bert(BertConfig("lion_s", 16, 1, 2, token_types=2), **sizes)
+    merged, ids = copy.deepcopy(model), torch.arange(32).view(2, 16)
+    for name in ("tokens", "types"):
+        if getattr(model, name, None) is not None:
+            adapted = Shifted(getattr(model, name))
+            getattr(merged, name).weight += adapted.shift
+            setattr(model, name, adapted)
+    close(model(ids), merged(ids), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lion_s", "gla", "rwkv6", "gated_deltanet"])
 def test_dynamic_quantisation_of_gates(name):
     layer, x = make_mixer(name, 64, 4).eval(), torch.randn(2, 9, 64)
@@ -71,9 +158,10 @@ def test_dynamic_quantisation_of_gates(name):
     assert 1e-4 < (y - known).norm() / known.norm() < 0.1
 
 
-@pytest.mark.parametrize("name", ["lion_s", "performer", "hydra", "softmax"])
+@pytest.mark.parametrize("name", ["lion_s", "performer", "hydra", "softmax", "fox"])
 def test_a_quantised_layer_streams(name):
-    layer = make_mixer(name, 64, 4, direction="forward").eval()
+    block = "published" if name == "fox" else "plain"
+    layer = make_mixer(name, 64, 4, direction="forward", block=block).eval()
     with warnings.catch_warnings(action="ignore"):
         quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8)
     x = torch.randn(2, 3, 64)

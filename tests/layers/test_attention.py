@@ -444,3 +444,13 @@ def test_a_stream_under_autocast_keeps_its_cache_narrow():
     with torch.autocast("cpu", torch.bfloat16):
         _, state = layer.step(x, layer.initial_state(2))
         assert state.k.dtype == layer.prefill(x)[1].k.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "softmax", "hydra", "vim"])
+def test_nested_tensors_and_numbers_of_eight_bits_are_a_line(mixer):
+    layer = make_mixer(mixer, 16, 2)
+    rows = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="x: a nested tensor, expected rows of one length: pad them"):
+        layer(rows)
+    with pytest.raises(ValueError, match="x: torch.float8_e4m3fn, expected float16, bfloat16, float32 or float64"):
+        layer(torch.randn(1, 3, 16).to(torch.float8_e4m3fn))

@@ -113,3 +113,12 @@ def test_vmap_over_segments(form):
 
     each = torch.stack([run(*one) for one in zip(q, k, v, segments)])
     close(vmap(run)(q, k, v, segments), each, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixer", ["fox", "softmax", "lion_s"])
+def test_samples_of_a_layer_whose_parameters_learn(mixer):
+    layer, x = make_mixer(mixer, 8, 2).double(), doubles(3, 9, 8)
+    alone = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+    together = torch.autograd.grad(vmap(lambda row: layer(row[None])[0])(x).square().sum(), list(layer.parameters()))
+    for one, other in zip(together, alone, strict=True):
+        close(one, other)

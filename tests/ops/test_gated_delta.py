@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from lion.ops import Gates, linear_attention, reference_attention
 
@@ -181,3 +182,15 @@ def test_decays_that_are_zero():
         assert_close(got[:, :, 6:].detach(), attend(some.at(slice(6, 12)), how), 1e-12, f"{form}")
         for grad in backward(got, leaves).values():
             assert grad.isfinite().all()
+
+
+def test_counters_of_flops_see_the_products_of_the_chunks():
+    batch, heads, chunk, count = 2, 3, 4, 5
+    some = inputs("S", chunk * count, "beta", batch=batch, heads=heads).leaves()
+    dim, width = some.k.shape[-1], some.v.shape[-1]
+    how = dict(form="chunk", chunk_size=chunk) | settings("forward", False)
+    with FlopCounterMode(display=False) as counter:
+        attend(some, how).sum().backward()
+    products = 2 * batch * heads * count * (2 * chunk * dim * width + chunk * chunk * width)
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[torch.ops.lion.delta_states] == counts[torch.ops.lion.delta_states_backward] == products

@@ -357,3 +357,33 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
     transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=9)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"a model of type 'bert', not 'lion'; \./run\.sh convert reads BERT"):
         LionForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("mixer", "block"), [("softmax", "plain"), ("lightnet", "plain"), ("rwkv7", "published")])
+@torch.no_grad()
+def test_offloaded_weights(mixer, block):
+    accelerate = pytest.importorskip("accelerate")
+    section = {"name": "gpt", "mixer": mixer, "dim": 16, "depth": 2, "num_heads": 2, "attention": {"block": block}}
+    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=64)).eval()
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    tokens = torch.arange(24).view(2, 12)
+    how = {"max_new_tokens": 3, "do_sample": False}
+    for _ in range(2):
+        assert torch.equal(offloaded(tokens).logits, model(tokens).logits)
+        assert torch.equal(offloaded.generate(tokens, **how), model.generate(tokens, **how))
+        assert all(p.is_meta for p in offloaded.parameters())
+
+
+@pytest.mark.parametrize(("mixer", "longest"), [("softmax", 64), ("lion_s", None)])
+def test_the_configuration_tells_the_positions_of_a_model(mixer, longest):
+    section = {
+        "name": "gpt",
+        "mixer": mixer,
+        "dim": 16,
+        "depth": 1,
+        "num_heads": 2,
+        "position_embedding": bool(longest),
+    }
+    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=64))
+    assert getattr(model.config, "max_position_embeddings", None) == longest
+    assert hasattr(model.config, "max_position_embeddings") == bool(longest)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
@@ -19,6 +20,7 @@ from lion.layers.norms import over_tokens
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops.features import apply_feature_map
+from lion.ops.modes import transforms_active
 from lion.ops.rotary import rotate_each
 from lion.ops.tokens import flip
 
@@ -147,6 +149,9 @@ class SoftmaxAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.config.score_dropout if self.training else 0.0
+        if mask is not None and mask.is_floating_point() and transforms_active():
+            with sdpa_kernel(SDPBackend.MATH):  # inside of `vmap` others are chosen that have no gradient of the mask
+                return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
     def initial_heads(self, batch: int) -> KeyValueCache:
