@@ -376,14 +376,7 @@ def test_offloaded_weights(mixer, block):
 
 @pytest.mark.parametrize(("mixer", "longest"), [("softmax", 64), ("lion_s", None)])
 def test_the_configuration_tells_the_positions_of_a_model(mixer, longest):
-    section = {
-        "name": "gpt",
-        "mixer": mixer,
-        "dim": 16,
-        "depth": 1,
-        "num_heads": 2,
-        "position_embedding": bool(longest),
-    }
+    section = {"name": "gpt", "mixer": mixer, "dim": 16, "depth": 1, "num_heads": 2}
     model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=64))
     assert getattr(model.config, "max_position_embeddings", None) == longest
     assert hasattr(model.config, "max_position_embeddings") == bool(longest)
