@@ -15,9 +15,9 @@ from lion.config import ConfigError
 
 VAL, TEST = ("validation", "val", "valid", "dev"), ("test",)  # names of splits on the Hub
 SPELLINGS = {
-    "train": "train(ing)?",
+    "train": "train(ing)?|trn",
     "validation": "val(id(ation)?)?|dev(el(opment)?)?",
-    "test": "test(ing)?|eval(uation)?",
+    "test": "test(ing)?|tst|devtest|eval(uation)?|heldout|holdout",
 }
 PATTERNS = {split: re.compile(f"({words})(set|data|split)?") for split, words in SPELLINGS.items()}
 SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}(-.+)?")  # a file of a split on the Hub

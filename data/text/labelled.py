@@ -175,7 +175,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             raise ConfigError("data.path: missing, expected a folder, a file or a Hub id")
         path, kinds = user_path(config.path), ", ".join(KINDS)
         if path.is_file():
-            if path.suffix not in KINDS:
+            if path.suffix.lower() not in KINDS:
                 raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
             return {"train": (path, None, "train")}
         if is_saved(path):
@@ -189,7 +189,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                 if len(files) > 1:
                     both = " and ".join(file.name for file in files[:2])
                     raise ConfigError(f"data.path: {path}: {both} are both of split {name}; remove or rename one")
-            check_names(files[0] for files in found.values() if files[0].suffix == ".parquet")
+            check_names(files[0] for files in found.values() if files[0].suffix.lower() == ".parquet")
             return {name: (files[0], None, name) for name, files in found.items()}
         if looks_like_path(config.path):
             raise ConfigError(f"data.path: no file or folder {path}")
@@ -257,7 +257,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             ConfigError: A column of fractions holds something else, or one of numbers a missing value.
         """
         source = self.places["train"][0]
-        cells = isinstance(source, Path) and source.suffix in DIALECTS
+        cells = isinstance(source, Path) and source.suffix.lower() in DIALECTS
         numbers = [number_in(x) if cells and isinstance(x, str) else x for x in self.labels]
         odd = [x for x, value in zip(self.labels, numbers) if not isinstance(value, (int, float))]
         fractions = any(isinstance(value, float) and not value.is_integer() for value in numbers)
@@ -337,7 +337,7 @@ def tables_in(folder: Path) -> dict[str, list[Path]]:
 
 
 def is_table(path: Path) -> bool:
-    return path.is_file() and path.suffix in KINDS and not is_hidden(path.name)
+    return path.is_file() and path.suffix.lower() in KINDS and not is_hidden(path.name)
 
 
 def named(splits: Mapping[str, Any]) -> dict[str, Any]:

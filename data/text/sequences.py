@@ -234,9 +234,9 @@ def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Ro
 
 def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
     """Open a file as a stream, or a split of a folder of `save_to_disk` or of a Hub id."""
-    if isinstance(source, Path) and source.suffix in DIALECTS:
+    if isinstance(source, Path) and source.suffix.lower() in DIALECTS:
         return table_rows(source)
-    if isinstance(source, Path) and source.suffix in JSON:
+    if isinstance(source, Path) and source.suffix.lower() in JSON:
         return json_rows(source)
     if isinstance(source, Path) and source.is_dir():
         return load_saved(source)[split]
@@ -249,7 +249,7 @@ def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
 
 def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
-    if isinstance(source, Path) and source.suffix in (*JSON, *DIALECTS):
+    if isinstance(source, Path) and source.suffix.lower() in (*JSON, *DIALECTS):
         return ()
     with readable(source, isinstance(source, Path)):
         features = getattr(open_rows(source, subset, split), "features", None) or {}

@@ -32,16 +32,16 @@ def table_rows(path: Path) -> Iterator[dict[str, str]]:
     csv.field_size_limit(sys.maxsize)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, **DIALECTS[path.suffix])
+            reader = csv.reader(file, **DIALECTS[path.suffix.lower()])
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise ConfigError(f"{path}: two columns have one name in the header: {', '.join(header)}")
-            other = re.search("[;\t]", header[0]) if path.suffix == ".csv" and len(header) == 1 else None
+            other = re.search("[;\t]", header[0]) if path.suffix.lower() == ".csv" and len(header) == 1 else None
             if other:
                 raise ConfigError(f"{path}: columns are separated by {other[0]!r}, expected commas (in a .tsv: tabs)")
             for cells in reader:
                 if cells and len(cells) != len(header):
-                    quotes = "; a text with commas needs quotes" if path.suffix == ".csv" else ""
+                    quotes = "; a text with commas needs quotes" if path.suffix.lower() == ".csv" else ""
                     found = f"expected {len(header)} columns as in the header, got {len(cells)}{quotes}"
                     raise ConfigError(f"{path}, line {reader.line_num}: {found}")
                 if cells:

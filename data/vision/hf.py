@@ -22,6 +22,8 @@ from lion.samples.base import Splits
 datasets = import_datasets()
 log = logging.getLogger("lion")
 
+OF_DATASETS = (".parquet", "metadata.csv", "metadata.jsonl", ".zip", ".tar", ".gz", ".tgz")  # ends of names
+
 
 @dataclass
 class HubConfig(PictureConfig):
@@ -75,12 +77,12 @@ class HubPictures(Pictures):
 
 
 def is_image_folder(path: Path) -> bool:
-    """Return whether a folder holds images in class folders: neither tables nor a file with labels."""
+    """Return whether a folder holds images in class folders: neither tables, archives nor a file with labels."""
     if not path.is_dir() or is_saved(path):
         return False
     for _, _, names in os.walk(path):
         for name in names:
-            if name.endswith(".parquet") or name in ("metadata.csv", "metadata.jsonl"):
+            if name.endswith(OF_DATASETS):
                 return False
     return True
 

@@ -87,6 +87,10 @@ def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path]
     if folders:
         named = ", ".join(path.name for path in folders.values())
         raise ConfigError(f"{root}: {named}: a split or a class? Beside a split, expected train; rename a class")
+    for path in subfolders(root):
+        for below in subfolders(path):
+            if split_named(below.name) is not None:
+                raise ConfigError(f"{below}: a folder of a split in that of a class; expected ROOT/train/CLASS/*.jpg")
     return build_pictures(config, open_folder(root, config, how))
 
 

@@ -247,11 +247,12 @@ class Batches:
             return
         done = 0
         while True:
-            batches = iter(self.loader(done))
-            if self.workers and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, ignore)  # torch's handler would raise anywhere in the main thread
-            workers = getattr(batches, "_workers", ())
+            workers: Sequence[Any] = ()
             try:
+                batches = iter(self.loader(done))
+                workers = getattr(batches, "_workers", ())
+                if workers and threading.current_thread() is threading.main_thread():
+                    signal.signal(signal.SIGCHLD, ignore)  # torch's handler would raise anywhere in the main thread
                 for batch, unreadable in batches:
                     done += 1
                     self.report(unreadable)
@@ -260,7 +261,7 @@ class Batches:
                     yield batch
                 return
             except (RuntimeError, OSError, EOFError) as error:  # raised by reading from a dead worker
-                if workers and full_shared_memory(error):
+                if self.workers and full_shared_memory(error):
                     raise RunError(NO_SHARED_MEMORY) from None
                 time.sleep(0.5)  # the pipes close before the exit code is known
                 codes = [w.exitcode for w in workers if w.exitcode]

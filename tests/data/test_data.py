@@ -381,6 +381,9 @@ def test_a_class_may_be_called_train(tmp_path):
     pictures(tmp_path, {"": {"boat": 4, "train": 4}})
     splits = folder(tmp_path, val_split=0.5)
     assert splits.info.classes == ("boat", "train")
+    pictures(tmp_path / "inner", {"boat/train": {"": 2}, "boat/test": {"": 2}, "car/train": {"": 2}})
+    with pytest.raises(ConfigError, match="boat/test: a folder of a split in that of a class"):
+        folder(tmp_path / "inner", val_split=0.5)
     pictures(tmp_path, {"train_2": BOTH, "Training": BOTH})
     with pytest.raises(ConfigError, match="Training and train_2 both name the split train"):
         folder(tmp_path)

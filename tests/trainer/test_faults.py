@@ -22,7 +22,7 @@ from lion.samples.base import Unreadable
 from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint_files import check_space, newest
-from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice
+from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice, os_error_text
 from lion.trainer.loader import StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
@@ -105,6 +105,8 @@ def test_full_shared_memory_is_named():
     data.error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
     with pytest.raises(RunError, match=r"/dev/shm.* data\.workers=N .*--shm-size"):
         values(stream(data, workers=1))
+    assert os_error_text(OSError(28, "No space left on device")).startswith("/dev/shm: No space left")
+    assert "ulimit -n" in os_error_text(OSError(24, "Too many open files"))
 
 
 def test_few_open_files_leave_no_workers(monkeypatch, caplog):
