@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -126,7 +127,7 @@ def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, pla
         for part in progress(parts, **bar):
             work(part)
         return
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(work,)) as pool:
+    with start_pool(workers, work) as pool:
         try:
             running = [pool.submit(run, part) for part in parts]
             for done in progress(as_completed(running), **bar):
@@ -137,6 +138,23 @@ def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, pla
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def start_pool(workers: int, work: Callable[[Any], None]) -> ProcessPoolExecutor:
+    """Return a pool of processes for a work.
+
+    Raises:
+        ConfigError: The shared memory is full.
+    """
+    try:
+        return ProcessPoolExecutor(workers, initializer=start_worker, initargs=(work,))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(
+            "the shared memory (/dev/shm) has no room for several processes: data.workers=1 uses one, or in Docker "
+            "--shm-size=1g gives more"
+        ) from None
 
 
 task: Callable[[Any], None]  # the work of this process of the pool

@@ -66,8 +66,6 @@ def os_error_text(error: OSError) -> str:
     place = error.filename2 or error.filename  # of two paths, the second is the destination
     if error.errno == errno.EMFILE:
         return f"{error.strerror}: raise their limit (ulimit -n), or use fewer processes with data.workers=N"
-    if error.errno == errno.ENOSPC and not place:
-        return f"/dev/shm: {error.strerror}: use fewer processes with data.workers=N, or in Docker --shm-size=8g"
     return f"{place}: {error.strerror}" if place else str(error.strerror)
 
 

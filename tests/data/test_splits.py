@@ -14,8 +14,8 @@ NAMES = {
     "traindata.txt",
     "validation": "ptb.valid.txt Valid.txt val.csv a_dev.jsonl validation.txt wiki.valid.raw dev-clean.txt "
     "val2017/a.txt TinyStoriesV2-GPT4-valid.txt devset.txt train/val.txt VALID.TXT validation-00000-of-00002.parquet",
-    "test": "ptb.test.txt Test.txt testing.txt eval.txt seg_test/1.txt t_eval_2.txt test_set/a.txt testData.csv devtest.txt "
-    "tst2013.en.txt heldout.txt",
+    "test": "ptb.test.txt Test.txt testing.txt eval.txt seg_test/1.txt t_eval_2.txt test_set/a.txt testData.csv "
+    "devtest.txt tst2013.en.txt heldout.txt",
     None: "latest.txt contest.txt interval.txt rain.txt a.txt README.md trainer.txt protested.txt device.txt",
 }
 

@@ -105,7 +105,6 @@ def test_full_shared_memory_is_named():
     data.error = RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
     with pytest.raises(RunError, match=r"/dev/shm.* data\.workers=N .*--shm-size"):
         values(stream(data, workers=1))
-    assert os_error_text(OSError(28, "No space left on device")).startswith("/dev/shm: No space left")
     assert "ulimit -n" in os_error_text(OSError(24, "Too many open files"))
 
 
