@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lion.layers.constants import constants_of
 from lion.models import Model
 from lion.ops import Part
 from lion.recipe import Recipe
@@ -48,7 +49,8 @@ def activation_bytes(task: Task, recipe: Recipe, micro: int, sharing: int = 1) -
         return x
 
     model = part_on_meta(task, recipe, sharing)
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    held = [*model.parameters(), *model.buffers(), *constants_of(model)]
+    own = {t.untyped_storage()._cdata for t in held}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), FusedSoftmax():
         loss = task.loss(model, task.example(micro, "meta")).loss
     kept = sum(size for storage, size in seen.items() if storage not in own)

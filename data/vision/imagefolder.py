@@ -95,15 +95,17 @@ def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path]
 
 
 def split_folders(root: Path, names: Mapping[str, str | None] = MappingProxyType({})) -> dict[str, Path]:
-    """Return the folders of splits in `root`; a folder `train` without folders in it is a class, as in CIFAR-100.
+    """Return the folders of splits in `root`; a folder `train` without folders in it, among classes, is one of them.
 
     Raises:
         ConfigError: Two folders are of one split, or one in `names` does not exist.
     """
     found: dict[str, Path] = {}
-    for path in subfolders(root):
+    below = subfolders(root)
+    classes = any(split_named(path.name) is None for path in below)
+    for path in below:
         split = split_named(path.name)
-        if split is None or (split == "train" and not subfolders(path)):
+        if split is None or (split == "train" and classes and not subfolders(path)):
             continue
         if split in found:
             both = f"{found[split].name} and {path.name}"

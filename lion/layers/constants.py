@@ -44,6 +44,14 @@ class Constants(nn.Module):
         found = (getattr(self, name) for names in self.makers for name in names)
         return [value for value in found if value is not None]
 
+    def replace(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every constant by `fn` of it."""
+        for names in self.makers:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None:
+                    setattr(self, name, fn(value))
+
     @property
     def on_meta(self) -> bool:
         return any(value.is_meta for value in self.held())
@@ -52,10 +60,7 @@ class Constants(nn.Module):
         """Move or convert the tensors; `to_empty` ends here, once for each parent of a shared module."""
         before = self.held()
         super()._apply(fn, recurse)
-        for names in self.makers:
-            for name in names:
-                value = getattr(self, name)
-                setattr(self, name, value if value is None else fn(value))
+        self.replace(fn)
         if not self.on_meta and any(new is not old for new, old in zip(self.held(), before)):
             self.remake(self.held()[0].device)
         return self
@@ -65,6 +70,15 @@ class Constants(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         if metadata.get("assign_to_params_buffers") and self.on_meta:
             self.remake(next((value.device for value in state_dict.values()), torch.device("cpu")))
+
+
+def constants_of(model: nn.Module) -> list[Tensor]:
+    """Return the constants of all parts of a model."""
+    found = []
+    for part in model.modules():
+        if isinstance(part, Constants):
+            found += part.held()
+    return found
 
 
 def number_constant(name: str, value: float) -> dict[str, Tensor]:

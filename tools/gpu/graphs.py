@@ -105,7 +105,7 @@ def described(x: Any) -> Any:
 
 
 def fake_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Replace the parameters and buffers of a module by fake tensors, in place; return the module."""
+    """Replace the parameters, buffers and constants of a module by fake tensors, in place; return the module."""
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, t in held.items():
@@ -113,4 +113,6 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
                     continue
                 fake = mode.from_tensor(t.detach())
                 held[name] = nn.Parameter(fake, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else fake
+        if isinstance(part, Constants):
+            part.replace(mode.from_tensor)
     return module
