@@ -37,6 +37,8 @@ UNTRACEABLE = (  # errors of a model that is not one graph of known shapes
     UnsupportedFakeTensorException,
 )
 
+from lion.layers.constants import Constants
+
 
 @dataclass
 class Graph:
