@@ -30,14 +30,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import GraphModule
 
+from lion.layers.constants import Constants
+
 UNTRACEABLE = (  # errors of a model that is not one graph of known shapes
     TorchDynamoException,
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-
-from lion.layers.constants import Constants
 
 
 @dataclass
