@@ -50,11 +50,13 @@ def rows_of(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
 def like(layer: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return an empty tensor with the dtype and the device of the weights of a layer.
 
-    Weights on the meta device count only if there are no others. A layer without weights has those of `otherwise`.
+    Weights on the meta device count only if there are no others, here or `otherwise`.
     """
     floating = [p for p in layer.parameters() if p.is_floating_point()]
+    if otherwise is not None:
+        floating.append(otherwise)
     present = [p for p in floating if not p.is_meta]
     for found in (present, floating):
         if found:
             return torch.empty(0, dtype=found[0].dtype, device=found[0].device)
-    return torch.empty(0) if otherwise is None else otherwise
+    return torch.empty(0)
