@@ -115,20 +115,11 @@ COMMANDS = {
         "tools.bench.clock",
         "--form --length --dtype --batch --heads --dim --rounds --autotune --out --fresh",
     ),
-    "bench startup": Command(
-        "[RECIPE ...]",
-        "time the start of training up to the first step, with cold and warm caches",
-        "tools.bench.startup",
-        "--batch --out --fresh",
-    ),
     "bench sequence": Command(
         "",
         "measure memory of rows split over processes, and estimate their exchange on many GPUs",
         "tools.bench.sequence",
         "--length --processes --mixer --heads --dim --no-measure --out --fresh",
-    ),
-    "bench lengths": Command(
-        "", "draw the figure of the README from the results of bench ops", "tools.bench.lengths", "--out"
     ),
     "convert": Command(
         "CHECKPOINT RECIPE OUT",
@@ -155,12 +146,6 @@ COMMANDS = {
         "--table --scale --jobs --data --out --dry-run --save --no-runs",
     ),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
-    "soak": Command(
-        "[--kills N] [key=value ...]",
-        "kill a run repeatedly, and check that nothing is lost",
-        "tools.soak",
-        "--recipe --kills --seed --processes --report",
-    ),
     "conform": Command(
         "MODULE:CLASS|FILE.py:CLASS [--causal] [--init dim=64,..] [--adapter FILE.py]",
         "check any (B, L, D) layer: padding, packing, causality, streams, precision, gradients",

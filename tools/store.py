@@ -148,10 +148,11 @@ class Store:
     def files(self) -> str:
         return f"written: {self.path.with_suffix('.md')}, {self.path}"
 
-    def files_and(self, picture: Path | None) -> str:
-        if picture is None:
+    def files_and(self, *pictures: Path | None) -> str:
+        """Return the names of the files, and of pictures that were drawn: all, or none without matplotlib."""
+        if None in pictures:
             return f"{self.files()}; no plot, because matplotlib is missing (pip install matplotlib)"
-        return f"{self.files()}, {picture}"
+        return ", ".join([self.files(), *map(str, pictures)])
 
 
 def widen(ax: Any, share: float = 0.1) -> None:

@@ -117,3 +117,20 @@ def run_all(function, *calls, seconds=60):
     for process in processes:
         process.join(seconds)
     return processes
+
+
+def differing(a, b, name=""):
+    """Return the names of all leaves of two trees that are not equal, bit for bit."""
+    found = []
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        for key in a:
+            found += differing(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
+        for i in range(len(a)):
+            found += differing(a[i], b[i], f"{name}[{i}]")
+    elif isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or a.numpy().tobytes() != b.numpy().tobytes():
+            found.append(name)
+    elif a != b:
+        found.append(name)
+    return found

@@ -16,13 +16,12 @@ from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import missing_compiler
 from tests.helpers import refuse, state_of, tiny_recipe
 from tests.processes import CONTEXT, Command, free_port, in_ranks, run_in
-from tests.trainer.helpers import assert_close, lines, linux, train, wait_for
+from tests.trainer.helpers import assert_close, differing, lines, linux, train, wait_for
 from tools import checks, consolidate
 from tools import train as tools_train
 from tools.compose import resolve
 from tools.launch import Machines
 from tools.processes import descendants
-from tools.soak import differing
 
 pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.slow, pytest.mark.process]

@@ -31,9 +31,8 @@ from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import state_of, tiny_recipe
 from tests.trainer import toys
-from tests.trainer.helpers import events_of, lines, logged, same, stopped_at, train, trainer
+from tests.trainer.helpers import differing, events_of, lines, logged, same, stopped_at, train, trainer
 from tools.compose import resolve
-from tools.soak import differing
 
 pytest.importorskip("sklearn")
 

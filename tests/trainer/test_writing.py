@@ -23,9 +23,8 @@ from lion.trainer.writing import copied
 from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys
-from tests.trainer.helpers import before_steps, linux, logged, run_all
+from tests.trainer.helpers import before_steps, differing, linux, logged, run_all
 from tools import consolidate
-from tools.soak import differing
 
 BESIDE = {"save_async": True, "save_every": 1, "eval_every": 20}
 
@@ -236,3 +235,11 @@ def test_a_kill_of_one_process_leaves_a_whole_sharded_checkpoint(tmp_path):
     shards = [join_shards(newest(folder, "last").path) for folder in (killed, tmp_path / "whole")]
     assert not differing(*shards)
     assert not [name for name in os.listdir(killed / FOLDER) if not name.startswith(("last-", "best-"))]
+
+
+def test_a_difference_is_found():
+    a = {"w": torch.zeros(2), "n": [1, {"x": 2.0}]}
+    assert differing(a, {"w": torch.zeros(2), "n": [1, {"x": 2.0}]}) == []
+    assert differing(a, {"w": -torch.zeros(2), "n": [1, {"x": 2.5}]}) == [".w", ".n[1].x"]
+    assert differing(a, {"w": torch.zeros(3), "n": [1, {"x": 2.0}]}) == [".w"]
+    assert differing(a, {"w": torch.zeros(2)}) == [""]

@@ -1,19 +1,11 @@
-"""Draw `lengths.png`: time and memory by sequence length, from the rows of `bench ops`.
-
-./run.sh bench lengths [--out FOLDER]
-
-`--out reports` draws the README's plot.
-"""
+"""The plot `lengths.png` of `bench ops`: time and memory by sequence length; in `reports`, it is the README's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lion.config import ConfigError
-from tools.bench import OUT
 from tools.bench.report import STYLES, Report
-from tools.cli import Parser
 from tools.colours import colour_of
 from tools.store import Row
 
@@ -27,18 +19,10 @@ LINES = {  # (mixer, form): label in the plot, and colour
 PASSES = {"both": "Training", "forward": "Inference"}
 
 
-def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh bench lengths", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results of bench ops (default: {OUT})")
-    args = parser.parse_args(argv)
-    report = Report(args.out).load()
-    if not report.rows:
-        raise ConfigError(f"{report.path}: no measurements yet, run ./run.sh bench ops first")
-    drawn = report.draw(args.out / "lengths.png", (9, 5), lambda fig: picture(fig, report.widest()))
-    if drawn is None:
-        raise ConfigError("bench lengths: the plot needs matplotlib (pip install matplotlib)")
-    print(f"written: {drawn}")
-    return 0
+def draw(report: Report) -> Path | None:
+    """Draw `lengths.png` beside the report, for the widest setting; return the file, or None without matplotlib."""
+    path = report.path.with_name("lengths.png")
+    return report.draw(path, (9, 5), lambda fig: picture(fig, report.widest()))
 
 
 def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.trainer.memory import process_peak
-from tools.bench import OUT
+from tools.bench import OUT, lengths
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator
 from tools.bench.report import FORMS, Report
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
         if report.new:
             report.write()
             print(report.terminal())
-            print(report.files_and(report.draw_widest()))
+            print(report.files_and(report.draw_widest(), lengths.draw(report)))
     if not report.new:
         say("no measurements were made")
     return 1 if failed or not report.new else 0
