@@ -1,4 +1,4 @@
-"""Write `reports/api.md`, the page of the public interface, from the docstrings: python -m tools.api"""
+"""Write `build/api.md`, the page of the public interface, from the docstrings: python -m tools.api"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from lion.files import save_text
 
-PAGE = Path(__file__).resolve().parent.parent / "reports" / "api.md"
+PAGE = Path(__file__).resolve().parent.parent / "build" / "api.md"
 EXTRAS = ("lion.timm", "lion.transformers")  # which need packages of an extra
 # modules whose `__all__` is public
 MODULES = ("lion", "lion.ops", "lion.layers.mixers", "lion.layers.mixers.decay", "lion.layers.weights", *EXTRAS)
@@ -21,7 +21,9 @@ SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 
 
 def main() -> None:
+    PAGE.parent.mkdir(exist_ok=True)
     save_text(PAGE, page())
+    print(f"written: {PAGE}")
 
 
 def page() -> str:
