@@ -164,7 +164,7 @@ class GPT(TokenModel):
         """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them.
 
         Raises:
-            ValueError: More tokens than position embeddings.
+            ValueError: Prompts of another shape, or more tokens than position embeddings.
         """
         x, state = self.encode_first(inputs, valid)
         return self.logits(x), state
@@ -173,7 +173,7 @@ class GPT(TokenModel):
         """Return the input of the head (B, L, dim) for prompts (B, L), and the state after them."""
         if self.part is not None:
             raise ValueError("prefill: a stream is not split over processes")
-        self.check_length(inputs.shape[1])
+        self.check_inputs(inputs)
         x = self.embed(inputs)
         layout = Layout.of(x, valid)
         x, blocks = self.encoder.prefill(self.embedded(x, layout), layout)

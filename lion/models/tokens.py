@@ -43,18 +43,19 @@ class TokenModel(Model):
             ValueError: Inputs of another shape, more tokens than position embeddings, or fewer than processes that
                 share the rows.
         """
-        if inputs.dim() != (3 if inputs.is_floating_point() or self.several_ids else 2):
-            raise mismatch("tokens", "integers (B, L) or embeddings (B, L, dim)", inputs)
-        self.check_length(inputs.shape[1])
+        self.check_inputs(inputs)
         layout = Layout.of(inputs, segments=segments)
         return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
 
-    def check_length(self, length: int) -> None:
-        """Check the number of tokens of a row.
+    def check_inputs(self, inputs: Tensor) -> None:
+        """Check the shape of inputs, and the number of tokens of a row.
 
         Raises:
-            ValueError: More tokens than position embeddings.
+            ValueError: Inputs of another shape, or more tokens than position embeddings.
         """
+        if inputs.dim() != (3 if inputs.is_floating_point() or self.several_ids else 2):
+            raise mismatch("tokens", "integers (B, L) or embeddings (B, L, dim)", inputs)
+        length = inputs.shape[1]
         if self.longest is not None and length > self.longest:
             raise ValueError(f"tokens: {length} in one row, this model has only {self.longest} position embeddings")
 

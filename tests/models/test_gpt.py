@@ -189,6 +189,7 @@ def test_a_shorter_model_takes_the_first_positions():
 
 def test_what_is_wrong_is_named():
     refused("tokens: 25 in one row, this model has only 24 position embeddings", gpt(), ids(1, 25))
+    refused("tokens: expected integers", gpt().prefill, torch.arange(5))
     refused("tokens: 25 in one row", gpt().prefill, ids(1, 25))
     refused(r"attention.*'both' is not a choice", gpt, attention=CausalAttentionConfig(direction="both"))
     refused(r"attention.scans: text has one order", gpt, "lion_s", attention=CausalAttentionConfig(scans=SNAKES))
