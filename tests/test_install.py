@@ -91,12 +91,18 @@ def build_wheel(folder):
     return wheel
 
 
+def without_clone():
+    """Return the environment of a process that does not find the clone; `run.sh` puts it on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
 def install_wheel(wheel, folder):
     """Install the wheel in an environment with what it requires; return the folder of its packages."""
     environment = folder / "env"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", *OFFLINE, wheel, cwd=folder)
+    run(sys.executable, "-m", "pip", "--python", python, "install", *OFFLINE, wheel, cwd=folder, env=without_clone())
     (site,) = environment.glob("lib/*/site-packages")
     (ours,) = metadata.distributions(name=NAME, path=[str(site)])
     assert ours.metadata["Description-Content-Type"] == "text/markdown"
@@ -131,8 +137,7 @@ def test_an_installed_wheel_works_away_from_the_clone(tmp_path):
     assert not list(empty.iterdir())
 
     (empty / "tools.py").write_text("raise ImportError('not these tools')\n")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    env["OMP_NUM_THREADS"] = "1"
+    env = without_clone()
 
     def lion_command(*words):
         return run(command, *words, cwd=empty, env=env)
