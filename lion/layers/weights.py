@@ -22,11 +22,13 @@ def is_plain(layer: nn.Module) -> bool:
     if "forward" in vars(layer) or type(layer).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return not hooks and not is_wrapped(layer.weight)
+    return not hooks and not is_wrapped(layer.weight) and not is_wrapped(getattr(layer, "bias", None))
 
 
-def is_wrapped(weight: Tensor) -> bool:
+def is_wrapped(weight: Tensor | None) -> bool:
     """Return whether a weight is a tensor of another library, such as a quantised one."""
+    if weight is None:
+        return False
     return type(weight) not in (Tensor, nn.Parameter) and not type(weight).__module__.startswith(OF_TORCH)
 
 
@@ -52,7 +54,7 @@ def like(layer: nn.Module, otherwise: Tensor | None = None) -> Tensor:
 
     Weights on the meta device count only if there are no others, here or `otherwise`.
     """
-    floating = [p for p in layer.parameters() if p.is_floating_point()]
+    floating = [p for p in layer.parameters() if p.dtype.is_floating_point]
     if otherwise is not None:
         floating.append(otherwise)
     present = [p for p in floating if not p.is_meta]

@@ -166,7 +166,8 @@ class ImageClassifier(Model, Constants):
 
         Each channel then has mean 0 and standard deviation 1.
         """
-        return (pixels.float() - 255 * self.mean) / (255 * self.std)
+        mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
+        return (pixels.float() - 255 * mean) / (255 * std)
 
     def normalised(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Return images (B, channels, height, width) as input of the model.

@@ -10,7 +10,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay
 from lion.models.base import Model
 from lion.models.encoder import Encoder
-from lion.ops.arguments import mismatch
+from lion.ops.arguments import check_dense, mismatch
 
 
 class TokenModel(Model):
@@ -53,6 +53,7 @@ class TokenModel(Model):
         Raises:
             ValueError: Inputs of another shape, or more tokens than position embeddings.
         """
+        check_dense("tokens", inputs)
         if inputs.dim() != (3 if inputs.is_floating_point() or self.several_ids else 2):
             raise mismatch("tokens", "integers (B, L) or embeddings (B, L, dim)", inputs)
         length = inputs.shape[1]

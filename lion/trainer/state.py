@@ -207,11 +207,13 @@ def upcoming_text(upcoming: dict[str, Any] | None) -> str:
 class StoppedTime:
     """A measure of the time in which this process is stopped (SIGSTOP, Slurm's suspend, a frozen container).
 
-    A thread counts time in which it should have run and did not.
+    A thread looks at the clock every `TICK` seconds. A look that comes late shows that the process was stopped.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.lost = 0.0
+        self.last = time.monotonic()
+        self.lock = threading.Lock()
         self.ended = threading.Event()
 
     def __enter__(self) -> StoppedTime:
@@ -222,13 +224,18 @@ class StoppedTime:
         self.ended.set()
 
     def watch(self) -> None:
-        before = time.monotonic()
         while not self.ended.wait(TICK):
+            self.seconds()
+
+    def seconds(self) -> float:
+        """Return the time lost so far; this is a look at the clock, too."""
+        with self.lock:
             now = time.monotonic()
-            lost = now - before - TICK
-            if lost > LATE:
-                self.seconds += lost
-            before = now
+            late = now - self.last - TICK
+            self.last = now
+            if late > LATE:
+                self.lost += late
+            return self.lost
 
 
 class TrainingClock:
@@ -246,7 +253,8 @@ class TrainingClock:
         self.started = self.now()
 
     def now(self) -> float:
-        return time.perf_counter() - (0.0 if self.stopped is None else self.stopped.seconds)
+        lost = 0.0 if self.stopped is None else self.stopped.seconds()
+        return time.perf_counter() - lost
 
     def lap(self) -> float:
         """Return the seconds since the last lap or `restart`, and start a new lap."""

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lion.layers.blocks import BLOCKS
 from lion.layers.blocks.base import Block
 from lion.layers.constants import Constants
+from lion.layers.weights import like
 from lion.models import Model
 from lion.transformers.config import LionConfig
 from lion.transformers.remote import AUTO_MAP, write_code
@@ -104,9 +105,6 @@ class LionPreTrainedModel(PreTrainedModel):
     def __init__(self, config: LionConfig) -> None:
         super().__init__(copy.deepcopy(config))  # `settings` changes it, and other models may share it
         self.model = self.build()
-        longest = getattr(self.model, "longest", None)
-        if longest is not None:  # others have no such attribute, as lm-eval expects
-            self.config.max_position_embeddings = longest
         for block in self.model.units():
             block.__class__ = checkpointed(type(block))
         self.post_init()
@@ -132,7 +130,8 @@ class LionPreTrainedModel(PreTrainedModel):
         super().initialize_weights()
         for part in self.model.modules():
             if isinstance(part, Constants) and part.on_meta:
-                part.remake(next(self.model.parameters()).device)
+                device = like(self.model).device
+                part.remake(torch.device("cpu") if device.type == "meta" else device)
         if not tensors:
             return
         random = any(isinstance(x, nn.Parameter) for x in tensors.values())

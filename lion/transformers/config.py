@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from lion.config import ConfigError, build, nearest
 from lion.models import MODELS
 from lion.models.base import ModelConfig
+from lion.models.tokens import TokenModel
 
 
 def entry(key: str) -> Any:
@@ -40,7 +41,6 @@ class LionConfig(PreTrainedConfig):
             They normalise uint8 images; images in floating point must be normalised already.
         data: Facts about the data of an exported run, from which `./run.sh convert` restores the run.
 
-    A model with position embeddings sets `max_position_embeddings`, the largest number of tokens of a row.
     `num_labels`, `id2label` and `problem_type` describe the outputs of classifiers, as in all models of `transformers`.
     """
 
@@ -84,6 +84,20 @@ class LionConfig(PreTrainedConfig):
     hidden_size = entry("dim")
     num_hidden_layers = entry("depth")
     num_attention_heads = entry("num_heads")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The largest number of tokens of a row, in a model of tokens with position embeddings.
+
+        Raises:
+            AttributeError: The model has no such limit, so that programs that ask for the attribute find none.
+        """
+        kind = MODELS.get((self.model or {}).get("name"))
+        if kind is not None and issubclass(kind, TokenModel):
+            settings = build(kind.Config, self.model, source=lambda key: "LionConfig", key="model").resolved()
+            if settings.position_embedding:
+                return getattr(settings, "max_positions", self.length)
+        raise AttributeError("max_position_embeddings: this model has no position embeddings of tokens")
 
     @property
     def section(self) -> dict[str, Any]:

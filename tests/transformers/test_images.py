@@ -67,3 +67,13 @@ def test_a_run_is_opened_by_its_name(tmp_path, monkeypatch):
         model = from_run(name)
         with torch.inference_mode():
             torch.testing.assert_close(model.model(images), loaded.model(images))
+
+
+@torch.no_grad()
+def test_constants_of_a_model_whose_weights_stay_on_a_disk(tmp_path):
+    pytest.importorskip("accelerate")
+    model, images = made(LionForImageClassification, "vit").float(), pixels()
+    model.save_pretrained(tmp_path)
+    place = {"device_map": {"model": "disk"}, "offload_folder": str(tmp_path / "offloaded")}
+    away = LionForImageClassification.from_pretrained(tmp_path, **place)
+    torch.testing.assert_close(away(images).logits, model(images).logits)

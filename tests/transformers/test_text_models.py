@@ -377,6 +377,14 @@ def test_offloaded_weights(mixer, block):
 @pytest.mark.parametrize(("mixer", "longest"), [("softmax", 64), ("lion_s", None)])
 def test_the_configuration_tells_the_positions_of_a_model(mixer, longest):
     section = {"name": "gpt", "mixer": mixer, "dim": 16, "depth": 1, "num_heads": 2}
-    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=64))
+    config = LionConfig(model=section, vocab_size=50, length=64)
+    assert getattr(config, "max_position_embeddings", None) == longest
+    model = LionForCausalLM(config)
     assert getattr(model.config, "max_position_embeddings", None) == longest
-    assert hasattr(model.config, "max_position_embeddings") == bool(longest)
+    assert "max_position_embeddings" not in model.config.to_dict()
+
+
+def test_nested_ids_are_a_line():
+    rows = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="tokens: a nested tensor, expected rows of one length"):
+        made(LionModel, "gpt").model(rows)

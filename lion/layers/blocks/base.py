@@ -74,7 +74,7 @@ class DropPath(Constants):
 
     With `model.window`, each window of a sample is dropped or kept on its own.
 
-    The rate is a buffer. As a float, each layer's rate would compile a separate graph.
+    The rate is a tensor. As a float, each layer's rate would compile a separate graph.
     """
 
     def __init__(self, rate: float) -> None:
