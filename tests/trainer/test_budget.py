@@ -197,8 +197,8 @@ from lion.trainer.state import StoppedTime, TrainingClock
 
 with StoppedTime() as stopped:
     clock = TrainingClock(compiles=False, stopped=stopped)
-    print("ready", flush=True)
     end = time.monotonic() + 3.5
+    print("ready", flush=True)
     while time.monotonic() < end:
         time.sleep(0.01)
     print(clock.lap(), flush=True)
