@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
 import shutil
@@ -183,8 +182,7 @@ def missing_compiler() -> str | None:
 
 def compiler_cache() -> Path:
     """Return the folder of compiled code, or the nearest folder above it that exists."""
-    usual = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", usual))
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
     existing = [path for path in (folder, *folder.parents) if path.exists()]
     return existing[0] if existing else folder
 
