@@ -159,6 +159,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug, launched = "--debug" in argv, "TORCHELASTIC_RUN_ID" in os.environ
+    others = multiprocessing.active_children()
     if debug:
         argv.remove("--debug")
     secure_streams()
@@ -196,8 +197,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         sys.stdout.flush()
     except OSError:  # a failed write would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    for child in multiprocessing.active_children():  # the interpreter waits for them, and some ignore SIGTERM
-        child.kill()
+    for child in multiprocessing.active_children():
+        if child not in others:  # of this command; the interpreter waits for it, and it may ignore SIGTERM
+            child.kill()
     # PyTorch may abort a launched process during its shutdown, after its work is done: skip the shutdown
     if launched:
         sys.stderr.flush()
