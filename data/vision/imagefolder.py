@@ -60,7 +60,8 @@ def build_folders(
     folders = split_folders(root, names)
     if "train" not in folders:
         return build_classes(config, root, folders, how)
-    val, test = folders.get("validation"), folders.get("test")
+    held = {split: inner(path) for split, path in folders.items()}
+    val, test = held.get("validation"), held.get("test")
     if (val or config.val_split) and test is not None and has_images_alone(test):
         log.warning("%s is left out, its images have no class folders", test)
         test = None
@@ -70,8 +71,8 @@ def build_folders(
     if others:
         say_once(f"{root}: folders that name no split are left out: {', '.join(others)}")
     sources = []
-    for path in (folders["train"], val, test):
-        sources.append(None if path is None else open_folder(inner(path), config, how))
+    for path in (held["train"], val, test):
+        sources.append(None if path is None else open_folder(path, config, how))
     return build_pictures(config, *sources)
 
 

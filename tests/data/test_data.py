@@ -377,6 +377,13 @@ def test_folders_of_splits_are_never_classes(tmp_path, layout, val_split):
             assert open_set(tmp_path, val_split=val_split).info.classes == ("cat", "dog")
 
 
+def test_test_images_without_classes_are_left_out_also_in_a_folder_of_the_same_name(tmp_path, caplog):
+    pictures(tmp_path, {"trainingSet/trainingSet": BOTH, "testSet/testSet": {"": 2}})
+    splits = folder(tmp_path, val_split=0.5)
+    assert splits.info.classes == ("cat", "dog") and splits.test is None
+    assert "testSet/testSet is left out, its images have no class folders" in caplog.text
+
+
 def test_a_class_may_be_called_train(tmp_path):
     pictures(tmp_path, {"": {"boat": 4, "train": 4}})
     splits = folder(tmp_path, val_split=0.5)
