@@ -1,17 +1,18 @@
-"""Entry point of all forms: arguments and normalisation."""
+"""Entry point of all forms: `Y = scale(Q K^T * M) V`."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
-from lion.ops.scores import all_parts, scaled, score_sets
+from lion.ops.forms import prepare, sums_of
+from lion.ops.full import product, product_row_sum
+from lion.ops.scale import normalized, row_factor
 from lion.ops.segments import SegmentIndex
 from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.tokens import Sums, Tokens
 
 
 def linear_attention(
@@ -56,10 +57,30 @@ def linear_attention(
     gates = take_gates(gates, fields)
     settings = with_fields(settings, fields, unused=("scan_merge",))
     check_gates(q, gates, settings)
-    scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
     with no_autocast(q):
-        scores, sums = score_sets(q, k, v, gates, valid, segments, settings)
-        return all_parts(scores, sums, scale)[0].to(v.dtype)
+        scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
+        row_sum = None
+        if of_rows is not None:
+            row_sum = sums_of(of_rows).row_sum
+        if scores.form == "product":
+            return divided_product(scores.tokens, settings, row_sum, gates.floor).to(v.dtype)
+        sums = sums_of(scores)
+        if of_rows is not None:
+            sums = Sums(sums.numerator, row_sum)
+        return normalized(sums, settings, q.shape[-1], gates.floor).to(v.dtype)
+
+
+def divided_product(tokens: Tokens, settings: Settings, row_sum: Tensor | None, floor: Tensor | None) -> Tensor:
+    """Compute Lion-lit in both directions, `scale(Q) (K^T V)`: rows are divided in the kernel that maps q.
+
+    `row_sum` (B, H, L) is None if it uses the same scores as the numerator.
+    """
+    tokens = tokens.masked()
+    q, k = tokens.q, tokens.k
+    if row_sum is None and settings.row_sums:
+        row_sum = product_row_sum(q, k)
+    q = (q * row_factor(row_sum, settings, q.shape[-1], floor)).to(q.dtype)
+    return product(q, k, tokens.v)
 
 
 def linear_attention_parts(
@@ -72,7 +93,7 @@ def linear_attention_parts(
     segments: Tensor | SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
     **fields: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> Sums:
     """Compute the numerator (B, H, L, E) and the row sum (B, H, L), without dividing them.
 
     The numerator has the dtype of v (float32 for float16), the row sum float32 or a wider one. Several scans can
@@ -86,30 +107,8 @@ def linear_attention_parts(
     if gates.floor is not None:
         raise ValueError("floor: linear_attention_parts does not divide")
     with no_autocast(q):
-        return all_parts(*score_sets(q, k, v, gates, valid, segments, settings))
-
-
-def normalized(
-    numerator: Tensor, rowsum: Tensor | None, settings: Settings, dim: int, floor: Tensor | None = None
-) -> Tensor:
-    """Divide the numerator (B, H, L, E) by the row sum (B, H, L) as `normalize` specifies, or scale it.
-
-    Without gradients the result reuses the memory of the numerator.
-    """
-    return scaled(numerator, row_scale(rowsum, settings, dim, floor))
-
-
-def row_scale(rowsum: Tensor | None, settings: Settings, dim: int, floor: Tensor | None = None) -> Tensor | float:
-    """Return the factor of each row (B, H, L, 1) that `normalize` specifies, or one number if there are no row sums.
-
-    `floor` (B, H, L) is the smallest divisor of each row under "max".
-    """
-    scale = settings.scale_of(dim)
-    if rowsum is None:
-        return scale
-    if settings.normalize == "max":
-        size = (scale * rowsum).abs()
-        divisor = size.clamp_min(1) if floor is None else torch.maximum(size, floor.to(size.dtype))
-        return (scale / divisor)[..., None]
-    # an empty row and its gradient are 0, even where 1 / eps overflows
-    return rowsum.clamp_min(settings.eps).reciprocal().masked_fill(rowsum == 0, 0)[..., None]
+        scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
+        sums = sums_of(scores)
+        if of_rows is not None:
+            sums = Sums(sums.numerator, sums_of(of_rows).row_sum)
+        return sums

@@ -91,7 +91,7 @@ class Gates(NamedTuple):
     @property
     def delta(self) -> bool:
         """Return whether these are gates of the delta rule."""
-        return any(x is not None for x in (self.beta, self.erase, self.read))
+        return self.beta is not None or self.erase is not None or self.read is not None
 
 
 NO_GATES = Gates()
@@ -183,18 +183,24 @@ def check_floats(name: str, x: Tensor, *shapes: tuple[int, ...]) -> None:
         raise mismatch(name, f"floating point {' or '.join([', '.join(others)] * bool(others) + [last])}", x)
 
 
-def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor:
-    """Expand a decay of any kind to (B or 1, H or 1, L, D or 1), float32 or wider, without a copy of all tokens."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
+    """Expand a decay of any kind to (B or 1, H, L, D or 1), float32 or wider, without a copy of all tokens."""
     if log_decay is None:
-        return q.new_zeros((), dtype=wide).expand(1, 1, q.shape[2], 1)
-    log_decay = log_decay.to(wide)
+        return None
+    log_decay = log_decay.to(torch.promote_types(q.dtype, torch.float32))
     if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
-        log_decay = per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
-    elif not torch.compiler.is_compiling() and log_decay.requires_grad and log_decay.stride(2) == 0:
+        return per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
+    if not torch.compiler.is_compiling() and log_decay.requires_grad and log_decay.stride(2) == 0:
         log_decay = log_decay.contiguous()  # each token has a gradient; Dynamo cannot read such a stride of an input
-    return log_decay[..., None] if log_decay.dim() == 3 else log_decay
+    if log_decay.dim() == 3:
+        return log_decay[..., None]
+    return log_decay
+
+
+def no_decay(q: Tensor) -> Tensor:
+    """Return log decays of 0 (1, 1, L, 1) for queries (B, H, L, D)."""
+    return q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32)).expand(1, 1, q.shape[2], 1)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -21,25 +21,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lion.ops.api import normalized
-from lion.ops.arguments import (
-    Gates,
-    check_gates,
-    check_tokens,
-    check_values,
-    expand_decay,
-    no_autocast,
-    sum_dtype,
-    take_gates,
-)
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, no_decay, take_gates
 from lion.ops.decay import decay_mask, make_directions
-from lion.ops.full import add_diagonal
+from lion.ops.forms import prepare
+from lion.ops.full import own_sums, weighted_sum
 from lion.ops.modes import transforms_active
-from lion.ops.rotary import rotate_each
-from lion.ops.scores import separate_rowsum
-from lion.ops.segments import SegmentIndex, prepared
+from lion.ops.scale import normalized
+from lion.ops.segments import SegmentIndex
 from lion.ops.settings import DEFAULTS, Settings, with_fields
-from lion.ops.tokens import TokenBlock
+from lion.ops.tokens import Sums, Tokens
 
 
 def blockwise_attention(
@@ -65,48 +55,37 @@ def blockwise_attention(
     settings = with_fields(settings, fields, unused=("form", "dropout_p", "scan_merge"))
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
-    log_decay, bonus, angles = gates.log_decay, gates.bonus, gates.angles
-    if gates.delta or (log_decay is not None and log_decay.dim() in (2, 4)):
+    vector = gates.log_decay is not None and gates.log_decay.dim() in (2, 4)
+    if gates.delta or vector:
         raise ValueError(
             "blockwise_attention: takes neither the delta rule nor decays per key dimension, use form 'chunk'"
         )
     with no_autocast(q):
-        checked, (index, valid) = isinstance(segments, SegmentIndex), prepared(q, valid, segments)
-        if not checked:
-            check_values(gates, valid)
-        wide = (x.to(sum_dtype(x)) for x in (q, k, v))
-        tokens = TokenBlock(*wide, expand_decay(log_decay, q), valid, index, settings.feature_map).masked()
-        q, k = rotate_each(angles, valid, *tokens[:2])
-        numerator, rowsum = block_sums(tokens._replace(q=q, k=k), bonus, settings)
-        if separate_rowsum(settings.normalize, angles):  # other scores for the row sum, with values of width 0
-            tokens = tokens._replace(v=tokens.v[..., :0])
-            if settings.normalize == "pre":
-                tokens, bonus = tokens._replace(gate=torch.zeros_like(tokens.gate)), None
-            rowsum = block_sums(tokens, bonus, settings)[1]
-        rowsum = None if settings.normalize == "none" else rowsum
-        return normalized(numerator, rowsum, settings, q.shape[-1], gates.floor).to(v.dtype)
+        scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
+        sums = block_sums(scores.tokens, scores.settings)
+        if of_rows is not None:
+            sums = Sums(sums.numerator, block_sums(of_rows.tokens, of_rows.settings).row_sum)
+        return normalized(sums, settings, q.shape[-1], gates.floor).to(v.dtype)
 
 
-def block_sums(tokens: TokenBlock, bonus: Tensor | None, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under a decay (b, H, L, 1)."""
-    q, k, v, log_decay, _, index = tokens[:6]
-    convention, size = settings.decay_convention, settings.chunk_size
-    diagonal = bonus is None and convention != "between"
-    directions = make_directions(log_decay, index, decay_convention=convention, direction=settings.direction)
+def block_sums(tokens: Tokens, settings: Settings) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) under one decay for all key dimensions."""
+    tokens = tokens.masked()
+    log_decay = no_decay(tokens.q) if tokens.log_decay is None else tokens.log_decay
+    directions = make_directions(log_decay, settings.decay_convention, settings.direction)
 
-    def block(start: int) -> tuple[Tensor, Tensor]:
-        keys = slice(start, start + size)
-        scores = (q @ k[:, :, keys].mT).to(log_decay.dtype)
-        weights = scores * decay_mask(directions, diagonal, keys).squeeze(-1)  # (B, H, L, C)
-        return weights.to(v.dtype) @ v[:, :, keys], weights.sum(-1)
+    def block(start: int) -> Sums:
+        keys = slice(start, start + settings.chunk_size)
+        scores = (tokens.q @ tokens.k[:, :, keys].mT).to(log_decay.dtype)
+        mask = decay_mask(directions, tokens.segment, tokens.bonus is None, keys=keys).squeeze(-1)  # (b, H, L, C)
+        return weighted_sum(scores * mask, tokens.v[:, :, keys], settings)
 
-    numerator, total = 0, 0
+    sums = None
     again = torch.is_grad_enabled() and not transforms_active()
-    for start in range(0, q.shape[2], size):
+    for start in range(0, tokens.q.shape[2], settings.chunk_size):
         # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
-        y, row = checkpoint(block, start, use_reentrant=False) if again else block(start)
-        numerator, total = numerator + y, total + row
-    if diagonal:
-        return numerator, total
-    own = None if bonus is None else bonus.to(log_decay.dtype).reshape(bonus.shape[0], 1, -1)  # (H, 1, D or 1)
-    return add_diagonal(numerator, total, q, k, v, own, log_decay.dtype)
+        more = checkpoint(block, start, use_reentrant=False) if again else block(start)
+        sums = more if sums is None else sums.plus(more)
+    if tokens.bonus is None:
+        return sums
+    return sums.plus(own_sums(tokens, settings)).rounded(tokens.v.dtype)

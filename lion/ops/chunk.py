@@ -1,113 +1,154 @@
 """Chunk form: dense inside a chunk, one (D, E) state per direction between chunks, one static graph.
 
     1. inside    Y_c  = (Q_c K_c^T * M_c) V_c                        quadratic in C only
-    2. states    U_c  = sum_j decay(j -> edge of c) k_j v_j^T         the state that chunk c passes on
+    2. states    U_c  = sum_j decay(j -> end of c) k_j v_j^T          the state that chunk c passes on
     3. carry     R_c  = sum_{c' before c} decay(c' -> c) U_c'         all chunks at once, see `carry`
-    4. outside   Y_c += decay(edge -> i) q_i R_c
+    4. outside   Y_c += decay(start of c -> i) q_i R_c
 
-The forward edge of a chunk is its last token, and the backward edge is its first token. The form is exact for any L.
-The tokens may be a part of a sequence: states then enter from either side (`lion.ops.piecewise`).
+Start and end are those of the scan: a scan from right to left enters a chunk at its last token. The form is exact for
+any L. The tokens may be a part of a sequence: states then enter from either side (`lion.ops.piecewise`). A decay for
+each key dimension differs in the pairs inside a chunk alone (`lion.ops.vector`).
 """
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import round_up
-from lion.ops.decay import CumulativeDecay, Direction, decay, make_directions, pad_with_last
-from lion.ops.full import decayed_scores, weighted_sum
+from lion.ops.arguments import no_decay, round_up
+from lion.ops.decay import Direction, bounded, decay_mask, make_directions
+from lion.ops.full import decayed_scores, own_sums, weighted_sum
 from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting, is_static
-from lion.ops.tokens import ScoreSettings, State, TokenBlock
+from lion.ops.settings import Settings
+from lion.ops.tokens import EnteringState, State, Sums, Tokens
+from lion.ops.vector import ChunkScan, vector_scans, vector_sums
+from lion.ops.vector_scores import halving_padding
 
 GROUP = 32  # chunks per group; above two groups, chunks are carried group by group, so that cost stays linear in L
 
 
-class EnteringState(NamedTuple):
-    """State that enters a part of a sequence from one side: S (B, H, D, E), z (B, H, D) and its segment (B,)."""
+def chunk_sums(
+    tokens: Tokens, settings: Settings, entering: tuple[EnteringState, ...] = ()
+) -> tuple[Sums, list[State]]:
+    """Compute the sums over keys (B, H, L, ..) in memory linear in L.
 
-    S: Tensor
-    z: Tensor
-    segment: Tensor | None
-
-
-def chunk_parts(
-    tokens: TokenBlock, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
-) -> tuple[Tensor, Tensor | None, list[State]]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) in memory linear in L, under a decay (b, H, L, 1).
-
-    If the tokens are a part of a sequence, `entering` holds the states at the `start` of each direction. The third
-    result then holds the states at the `end` of each direction.
+    If the tokens are a part of a sequence, `entering` holds the state that enters in each direction. The second result
+    then holds the states that leave.
     """
+    tokens = tokens.masked()
     length = tokens.q.shape[2]
-    q, k, v, directions = in_chunks(tokens, how, *chunk_grid(length, how.chunk_size))
-
-    numerator, total = within_chunks(q, k, v, directions, how)
+    if tokens.log_decay is None:
+        tokens = tokens._replace(log_decay=no_decay(tokens.q))
+    size, count = chunk_grid(length, settings.chunk_size)
+    if tokens.vector:
+        size += halving_padding(size)
+    chunks = tokens._replace(log_decay=bounded(tokens.log_decay)).in_chunks(size, count)
+    passing = count > 1 or len(entering) > 0
+    scans: list[ChunkScan] = []
+    if tokens.vector:
+        sums = vector_sums(chunks, settings)
+        if passing:
+            scans = vector_scans(chunks, settings)
+    else:
+        directions = make_directions(chunks.log_decay, settings.decay_convention, settings.direction)
+        include_diagonal = tokens.bonus is None
+        scores = decayed_scores(chunks.q, chunks.k, directions, chunks.segment, include_diagonal)
+        sums = weighted_sum(scores, chunks.v, settings)
+        if passing:
+            scans = [scalar_scan(chunks, direction) for direction in directions]
     leaving = []
-    for direction, state in zip_longest(directions if entering or q.shape[2] > 1 else (), entering):
-        more, row, state = between_chunks(q, k, v, direction, how, state)
-        numerator = numerator + more
-        total = total + row if how.rowsum else None
-        leaving.append(state)
-        del more  # free this memory before the next direction
-
-    numerator = numerator.to(v.dtype).flatten(2, 3)[:, :, :length]
-    return numerator, total.flatten(2, 3)[..., :length] if how.rowsum else None, leaving
-
-
-def in_chunks(
-    tokens: TokenBlock, how: ScoreSettings, size: int, count: int
-) -> tuple[Tensor, Tensor, Tensor, tuple[Direction, ...]]:
-    """Split tokens into `count` chunks of `size` tokens: q, k, v (B, H, N, C, D) and their cumulative decays."""
-    q, k, v, log_decay, _, index = tokens[:6]
-    directions = make_directions(log_decay, index, decay_convention=how.decay_convention, direction=how.direction)
-    padding = size * count - q.shape[2]
-
-    def chunked(x: Tensor) -> Tensor:  # zero keys at the end add nothing
-        return (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size))
-
-    def chunked_decay(t: Tensor) -> Tensor:  # padding does not decay
-        return (pad_with_last(t, padding) if padding else t).unflatten(2, (count, size))
-
-    return chunked(q), chunked(k), chunked(v), tuple(d.map(chunked_decay) for d in directions)
+    for place, scan in enumerate(scans):
+        state = entering[place] if entering else None
+        outside, left = between_chunks(scan, chunks, settings, state)
+        sums = sums.plus(outside)
+        leaving.append(left)
+        del outside  # free this memory before the next direction
+    numerator = sums.numerator.to(tokens.v.dtype).flatten(2, 3)[:, :, :length]
+    row_sum = sums.row_sum
+    if row_sum is not None:
+        row_sum = row_sum.flatten(2, 3)[..., :length]
+    sums = Sums(numerator, row_sum)
+    if tokens.bonus is not None:
+        sums = sums.plus(own_sums(tokens, settings)).rounded(tokens.v.dtype)
+    return sums, leaving
 
 
-def within_chunks(
-    q: Tensor, k: Tensor, v: Tensor, directions: tuple[Direction, ...], how: ScoreSettings
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the contribution of tokens in the same chunk: numerator (B, H, N, C, E) and row sum (B, H, N, C)."""
-    weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, N, C, C)
-    return weighted_sum(weights, v, rowsum=how.rowsum)
+def scalar_scan(chunks: Tokens, direction: Direction) -> ChunkScan:
+    """Return the scan over chunks (B, H, N, C, D) under one decay for all key dimensions."""
+    return ChunkScan(
+        q=chunks.q,
+        k=chunks.k,
+        from_start=direction.from_start(),
+        to_end=direction.to_end(),
+        reverse=direction.reverse,
+    )
+
+
+class Borders(NamedTuple):
+    """Segments (B, .., N) of the states that enter and leave each chunk, along the scan."""
+
+    entering: Tensor
+    leaving: Tensor
+
+
+def borders_of(segment: Tensor | None, reverse: bool, entering: EnteringState | None) -> Borders | None:
+    """Return the segments at the borders of chunks, for segment numbers (B, N, C)."""
+    if segment is None:
+        return None
+    first, last = segment[..., 0], segment[..., -1]
+    if reverse:
+        first, last = last, first
+    outer = first[:, -1:] if reverse else first[:, :1]
+    if entering is not None:
+        outer = entering.segment[:, None]
+    if reverse:
+        return Borders(torch.cat([last[:, 1:], outer], 1), last)
+    return Borders(torch.cat([outer, last[:, :-1]], 1), last)
 
 
 def between_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    direction: Direction,
-    how: ScoreSettings,
-    entering: EnteringState | None,
-) -> tuple[Tensor, Tensor | None, State | None]:
-    """Compute the contribution of the states that enter chunks from one side, and the state that leaves the last chunk.
+    scan: ChunkScan, chunks: Tokens, settings: Settings, entering: EnteringState | None
+) -> tuple[Sums, State | None]:
+    """Compute what the tokens of chunks read from the states that enter, and the state that leaves the last chunk.
 
     This is a separate function so that its intermediate results are freed on return.
     """
-    edges = chunk_edges(direction, entering)
-    write = k * decay(edges.edge.map(as_token), direction.key)  # 2. states
-    z = z_leaving = None
-    if how.rowsum or entering:
-        z, z_leaving = carry(write.sum(3)[..., None], edges, entering and entering.z[..., None])  # (B, H, N, D, 1)
-    write = outer_sum(write.to(v.dtype), v)
-    S, S_leaving = carry(write, edges, entering and entering.S)  # (B, H, N, D, E)
+    v, segment = chunks.v, chunks.segment
+    borders = borders_of(segment, scan.reverse, entering)
+    write = scan.k * scan.to_end  # 2. states
+    from_start = scan.from_start
+    if borders is not None:
+        segment = segment[:, None, ..., None]  # (B, 1, N, C, 1)
+        write = write.masked_fill(segment != borders.leaving[:, None, :, None, None], 0)
+        from_start = from_start.masked_fill(segment != borders.entering[:, None, :, None, None], 0)
+    decays = chunks.log_decay.sum(-2)  # (b, H, N, D or 1), of whole chunks
+    z = z_left = left = None
+    if settings.row_sums or entering is not None:
+        z_entering = None if entering is None else entering.z[..., None]
+        z, z_left = carry(write.sum(3)[..., None], decays, scan.reverse, borders, z_entering)  # (B, H, N, D, 1)
+    states = outer_sum(write.to(v.dtype), v)
     del write
-    reach = decay(direction.query, edges.previous.map(as_token))  # 4. decay from the previous edge to each token
-    row = reach.squeeze(-1) * (q * z.mT).sum(-1) if how.rowsum else None
-    return reach * (q @ S.to(v.dtype)), row, entering and State(S_leaving, z_leaving.squeeze(-1))
+    S_entering = None if entering is None else entering.S
+    S, S_left = carry(states, decays, scan.reverse, borders, S_entering)  # 3. carry (B, H, N, D, E)
+    if entering is not None:
+        left = State(S_left, z_left.squeeze(-1))
+    S = S.to(v.dtype)
+    if from_start.shape[-1] == 1:  # 4. outside
+        numerator = from_start * (scan.q @ S)
+        read = scan.q
+    else:
+        read = scan.q * from_start
+        numerator = read.to(v.dtype) @ S
+    if not settings.row_sums:
+        return Sums(numerator, None), left
+    row_sum = (read * z.mT).sum(-1)
+    if from_start.shape[-1] == 1:
+        row_sum = from_start.squeeze(-1) * row_sum
+    return Sums(numerator, row_sum), left
 
 
 def chunk_grid(length: int, chunk_size: int) -> tuple[int, int]:
@@ -140,86 +181,124 @@ def group_grid(count: int) -> tuple[int, int]:
     return groups, -(-count // groups)
 
 
-class ChunkEdges(NamedTuple):
-    """Edges of chunks in one direction, at which states are passed on.
-
-    Attributes:
-        edge: Cumulative decay at the edge of each chunk (b, H, N, D or 1).
-        previous: Cumulative decay at the edge before each edge, along the scan (b, H, N, D or 1).
-        reverse: Whether the scan goes from right to left.
-        start: For a part of a sequence, the edge before the first chunk (b, H, 1, D or 1).
-        end: For a part of a sequence, the edge after the last token (b, H, 1, D or 1).
-    """
-
-    edge: CumulativeDecay
-    previous: CumulativeDecay
-    reverse: bool
-    start: CumulativeDecay | None = None
-    end: CumulativeDecay | None = None
-
-
-def chunk_edges(direction: Direction, entering: EnteringState | None) -> ChunkEdges:
-    """Return the edges of chunks (b, H, N, C, D or 1): the last token of each chunk along the scan."""
-    reverse = direction.reverse
-    edge = direction.key.map(lambda t: t[..., 0, :] if reverse else t[..., -1, :])
-    if entering is None:
-        return ChunkEdges(edge, previous_edge(edge, reverse), reverse)
-    start = direction.start.in_segment(entering.segment)
-    return ChunkEdges(edge, previous_edge(edge, reverse, start), reverse, start, direction.end)
-
-
-def previous_edge(edge: CumulativeDecay, reverse: bool, start: CumulativeDecay | None = None) -> CumulativeDecay:
-    """Return the edge before each of the edges (b, H, N, D or 1) along the scan.
-
-    The edge before the first one is `start`. Without `start`, the first edge is repeated, and that value is never used.
-    """
-    count, first = edge.terms[0].shape[-2], edge if start is None else start
-    outermost = torch.arange(count, device=edge.terms[0].device)[:, None] == (count - 1 if reverse else 0)
-
-    def shifted(t: Tensor, first: Tensor) -> Tensor:  # no concatenation, which costs kernel launches on a GPU
-        return torch.where(outermost, first, t.roll(-1 if reverse else 1, -2))
-
-    index = None if edge.segment_index is None else shifted(edge.segment_index, first.segment_index)
-    return CumulativeDecay(tuple(shifted(*pair) for pair in zip(edge.terms, first.terms)), index)
-
-
-def carry(states: Tensor, edges: ChunkEdges, entering: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return the states (B, H, N, D, E) that enter each chunk, decayed to the edge of the chunk before it.
+def carry(
+    states: Tensor, log_decay: Tensor, reverse: bool, borders: Borders | None, entering: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the states (B, H, N, D, E) that enter each chunk, from the states that chunks pass on.
 
     Up to 2 `GROUP` chunks are combined by one (N, N) matrix. More chunks are combined inside groups, and this same
-    function carries the totals of the groups.
+    function carries the states of groups.
 
-    A part of a sequence has at most 2 `GROUP` chunks. There, `entering` (B, H, D, E) is included, and the second result
-    is the state that leaves. Both have the dtype of `entering`, because that state passes through many pieces.
+    Args:
+        states: States that leave each chunk if none enters (B, H, N, D, E).
+        log_decay: Log decays of whole chunks (b, H, N, D or 1).
+        reverse: Whether the scan goes from right to left.
+        borders: Segments (B, N) at the borders of chunks.
+        entering: For a part of a sequence, which has at most 2 `GROUP` chunks, the state (B, H, D, E) that enters. The
+            second result is then the state that leaves. Both results have its dtype, because it passes through many
+            pieces.
     """
+    count = states.shape[2]
     if entering is not None:
         states = states.to(entering.dtype)
-    edge, previous, reverse, start, end = edges
-    count = states.shape[2]
+        members = Members.of(log_decay, reverse, borders)
+        before = members.inside(states) + members.from_start()[..., None] * entering[:, :, None]
+        return before, members.left(states) + members.kept() * entering
     if count <= 2 * GROUP:
-        within = mix(decay(previous.rows(), edge.columns(), strictly_before(count, reverse, states.device)), states)
-        if entering is None:
-            return within, None
-        entering = entering[:, :, None]  # (B, H, 1, D, E)
-        leaving = mix(decay(end.rows(), edge.columns()), states) + decay(end, start)[..., None] * entering
-        return within + decay(previous, start)[..., None] * entering, leaving.squeeze(2)
+        return Members.of(log_decay, reverse, borders).inside(states), None
 
-    groups, members = group_grid(count)
-    padding = groups * members - count
+    groups, size = group_grid(count)
+    padding = groups * size - count
     if padding:  # only at upper levels: `chunk_grid` rounds the first level
         states = F.pad(states, (0, 0, 0, 0, 0, padding))
-        edge, previous = (c.map(lambda t: pad_with_last(t, padding)) for c in (edge, previous))
-    states = states.unflatten(2, (groups, members))  # (B, H, n, G, D, E)
-    edge, previous = (c.map(lambda t: t.unflatten(2, (groups, members))) for c in (edge, previous))  # (b, H, n, G, D)
-    group_edge = edge.map(lambda t: t[..., 0, :] if reverse else t[..., -1, :])
-    group = ChunkEdges(group_edge, previous_edge(group_edge, reverse), reverse)
+        log_decay = F.pad(log_decay, (0, 0, 0, padding))
+    states = states.unflatten(2, (groups, size))  # (B, H, n, G, D, E)
+    log_decay = log_decay.unflatten(2, (groups, size))
+    of_groups = None
+    if borders is not None:
+        borders, of_groups = grouped(borders, groups, size, reverse)
+    members = Members.of(log_decay, reverse, borders)
+    left = members.left(states)  # (B, H, n, D, E)
+    before, _ = carry(left, log_decay.sum(-2), reverse, of_groups)
+    inside = members.inside(states)
+    reach = members.from_start()[..., None].to(inside.dtype)  # (b, H, n, G, D or 1, 1)
+    inside = torch.addcmul(inside, reach.expand_as(inside), before[:, :, :, None].expand_as(inside))
+    return inside.flatten(2, 3)[:, :, :count], None
 
-    within = mix(decay(previous.rows(), edge.columns(), strictly_before(members, reverse, states.device)), states)
-    total = mix(decay(group.edge.map(as_token).rows(), edge.columns()), states).squeeze(3)
-    from_groups = carry(total, group)[0][:, :, :, None]  # (B, H, n, 1, D, E)
-    reach = decay(previous, group.previous.map(as_token))[..., None].to(within.dtype)  # (b, H, n, G, D or 1, 1)
-    within = torch.addcmul(within, reach.expand_as(within), from_groups.expand_as(within))
-    return within.flatten(2, 3)[:, :, :count], None
+
+def grouped(borders: Borders, groups: int, size: int, reverse: bool) -> tuple[Borders, Borders]:
+    """Return the borders (B, n, G) of the chunks of each group, and the borders (B, n) of the groups."""
+    padding = groups * size - borders.leaving.shape[1]
+    parts = []
+    for segment in borders:
+        if padding:
+            segment = torch.cat([segment, segment[:, -1:].expand(-1, padding)], 1)
+        parts.append(segment.unflatten(1, (groups, size)))
+    entering, leaving = parts
+    first, last = (-1, 0) if reverse else (0, -1)
+    return Borders(entering, leaving), Borders(entering[..., first], leaving[..., last])
+
+
+class Members(NamedTuple):
+    """Chunks (b, H, .., N, D or 1) that are combined by one matrix: all chunks of a sequence, or those of a group.
+
+    A chunk reads the states of the chunks before it, and passes on its own: the decays between are those of the chunks
+    strictly between the two (the convention "between").
+
+    Attributes:
+        direction: Cumulative decays of whole chunks.
+        borders: Segments (B, .., N) at the borders of chunks, or None.
+    """
+
+    direction: Direction
+    borders: Borders | None
+
+    @staticmethod
+    def of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> Members:
+        (direction,) = make_directions(log_decay, "between", "backward" if reverse else "forward")
+        return Members(direction, borders)
+
+    def inside(self, states: Tensor) -> Tensor:
+        """Return the states that enter each chunk from chunks before it."""
+        mask = decay_mask((self.direction,), include_diagonal=False)  # (b, H, .., N, N, D or 1)
+        if self.borders is not None:
+            mask = self.within(mask, self.borders.entering[..., :, None], self.borders.leaving[..., None, :])
+        return mix(mask, states)
+
+    def left(self, states: Tensor) -> Tensor:
+        """Return the state that leaves the last chunk."""
+        to_end = self.direction.to_end()
+        if self.borders is not None:
+            to_end = self.within(to_end, self.borders.leaving, self.borders.leaving[..., self.last, None])
+        return mix(to_end[..., None, :, :], states).squeeze(-3)
+
+    def from_start(self) -> Tensor:
+        """Return the decays (b, H, .., N, D or 1) from the state that enters the first chunk to each chunk."""
+        from_start = self.direction.from_start()
+        if self.borders is not None:
+            from_start = self.within(from_start, self.borders.entering, self.borders.entering[..., self.first, None])
+        return from_start
+
+    def kept(self) -> Tensor:
+        """Return the decay (b, H, .., D or 1, 1) of the state that enters the first chunk and leaves the last one."""
+        kept = self.direction.kept()
+        if self.borders is not None:
+            first = self.borders.entering[..., self.first, None]
+            kept = self.within(kept, first, self.borders.leaving[..., self.last, None])
+        return kept.mT
+
+    @property
+    def first(self) -> int:
+        return -1 if self.direction.reverse else 0
+
+    @property
+    def last(self) -> int:
+        return 0 if self.direction.reverse else -1
+
+    @staticmethod
+    def within(decay: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return decays (b, H, .., D or 1), 0 where the segments (B, ..) of query and key differ."""
+        return decay.masked_fill((query != key)[:, None, ..., None], 0)
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:
@@ -232,14 +311,3 @@ def mix(weights: Tensor, states: Tensor) -> Tensor:
     if weights.shape[-1] == 1:
         return (weights.squeeze(-1) @ states.flatten(-2)).unflatten(-1, states.shape[-2:])
     return (weights.movedim(-1, -3) @ states.transpose(-2, -3)).transpose(-2, -3)
-
-
-def as_token(t: Tensor) -> Tensor:
-    """Return an edge (.., D) as a token (.., 1, D), to broadcast over the tokens of its chunk."""
-    return t[..., None, :]
-
-
-def strictly_before(count: int, reverse: bool, device: torch.device) -> Tensor:
-    """Return a mask (N, N, 1) of pairs (i, j) where j comes before i in the scan."""
-    i, j = torch.arange(count, device=device)[:, None, None], torch.arange(count, device=device)[:, None]
-    return j > i if reverse else j < i

@@ -22,9 +22,9 @@ differences:
     above (i <= j)   target: X_j - X_i    source, symmetric: P_j - P_i
 
 One direction is therefore a *cumulative decay* `t` with `M_ij = exp(t_i - t_j)`. Above the diagonal, t is the negated
-prefix sum. No exponent is positive, and every exponent is masked before `exp`. A decay whose logarithm is below
-`least_log_decay` is exactly 0: products of smaller decays are denormal numbers, which some processors multiply a
-hundred times slower.
+prefix sum. The first axis T of a cumulative decay holds its terms: one, or two whose sum it is (`prefix_sums`). No
+exponent is positive, and every exponent is masked before `exp`. A decay whose logarithm is below `least_log_decay` is
+exactly 0: products of smaller decays are denormal numbers, which some processors multiply a hundred times slower.
 
 A fourth convention, `between` (RWKV), counts only the tokens strictly between i and j: X_i - P_j below, X_j - P_i
 above. A token reads the state before the state decays and takes in the token's key. The token's own key has a separate
@@ -37,7 +37,6 @@ A lambda may be a vector, one number for each key dimension. The last axis of ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -53,139 +52,91 @@ LOG_ONE = 1e-30  # as good as 0 in all sums; torch's `clamp` at 0 itself drops t
 ONE_TERM_UP_TO = 512  # tokens of bfloat16; the error of their decays is then at most a rounding, 2^-8
 
 
-def scan_directions(direction: str) -> list[str]:
-    """Return the directions in which the tokens are scanned: "forward", "backward", or one after the other."""
-    return [name for name in ("forward", "backward") if direction in (name, "both")]
-
-
-def bounded(log_decay: Tensor) -> Tensor:
-    """Return log decays between `log_zero` and 0 (`LOG_ONE`)."""
-    return log_decay.clamp(log_zero(log_decay.dtype), LOG_ONE)
-
-
-def log_zero(dtype: torch.dtype) -> float:
-    """Return the log decay that counts as 0; lower values would only reduce the precision of sums."""
-    return math.log(torch.finfo(dtype).tiny)
-
-
-class CumulativeDecay(NamedTuple):
-    """Cumulative log decays of all tokens in one direction, and the segments of the tokens.
-
-    Attributes:
-        terms: Tensors (b, H, .., L, D or 1) that add up to the sum, the first by far the largest (see `prefix_sums`).
-        segment_index: Segment numbers (B, 1, .., L, 1), or None if there is only one segment.
-    """
-
-    terms: tuple[Tensor, ...]
-    segment_index: Tensor | None
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> CumulativeDecay:
-        index = self.segment_index
-        return CumulativeDecay(tuple(fn(t) for t in self.terms), None if index is None else fn(index))
-
-    def in_segment(self, segment: Tensor | None) -> CumulativeDecay:
-        """Return the sum (b, H, 1, D or 1) at a point where a state of segment `segment` (B,) enters."""
-        return CumulativeDecay(self.terms, None if segment is None else segment[:, None, None, None])
-
-    def rows(self) -> CumulativeDecay:
-        return self.map(lambda t: t[..., :, None, :])
-
-    def columns(self) -> CumulativeDecay:
-        return self.map(lambda t: t[..., None, :, :])
-
-
 class Direction(NamedTuple):
-    """Cumulative decays of one scan direction.
+    """Cumulative decays t of one scan: `M_ij = exp(query_i - key_j)` for a query i and a key j before it.
 
     Attributes:
-        query: Cumulative decay of each token as a query.
-        key: Cumulative decay of each token as a key.
-        start: Cumulative decay before the first token of the scan (b, H, 1, D or 1).
-        end: Cumulative decay after the last token of the scan (b, H, 1, D or 1).
+        query: t of each token as a query (T, b, H, .., L, D or 1).
+        key: t of each token as a key (T, b, H, .., L, D or 1).
+        start: t before the first token of the scan (T, b, H, .., 1, D or 1).
+        end: t after the last token of the scan (T, b, H, .., 1, D or 1).
         reverse: Whether the scan goes from right to left.
     """
 
-    query: CumulativeDecay
-    key: CumulativeDecay
-    start: CumulativeDecay
-    end: CumulativeDecay
+    query: Tensor
+    key: Tensor
+    start: Tensor
+    end: Tensor
     reverse: bool
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Direction:
-        """Apply `fn` to the cumulative decays of the tokens; `start` and `end` stay unchanged."""
-        return self._replace(query=self.query.map(fn), key=self.key.map(fn))
+    def from_start(self) -> Tensor:
+        """Return the decays from the start of the scan to each query, (b, H, .., L, D or 1)."""
+        return decay_between(self.query, self.start)
 
-    def with_queries(self, count: int) -> Direction:
-        """Return the direction with the first `count` tokens as queries, and all as keys."""
-        return self._replace(query=self.query.map(lambda t: t[..., :count, :]))
+    def to_end(self) -> Tensor:
+        """Return the decays from each key to the end of the scan, (b, H, .., L, D or 1)."""
+        return decay_between(self.end, self.key)
+
+    def kept(self) -> Tensor:
+        """Return the decay over all tokens, (b, H, .., 1, D or 1)."""
+        return decay_between(self.end, self.start)
 
 
-def log_decay_between(query: CumulativeDecay, key: CumulativeDecay) -> Tensor:
-    """Return `log M` of broadcastable queries and keys that precede them, up to rounding errors.
+def scan_directions(direction: str) -> tuple[str, ...]:
+    """Return the directions in which the tokens are scanned: "forward", "backward", or one after the other."""
+    if direction == "both":
+        return ("forward", "backward")
+    return (direction,)
 
-    Without gradients all terms are added to one result in place.
+
+def make_directions(
+    log_decay: Tensor, decay_convention: str, direction: str, dtype: torch.dtype | None = None
+) -> tuple[Direction, ...]:
+    """Return the cumulative decays of the active directions, forward first.
+
+    Args:
+        log_decay: Decays (b, H, .., L, D or 1), float32 or float64.
+        decay_convention: Entry of `DECAY_CONVENTIONS`.
+        direction: Entry of `DIRECTIONS`.
+        dtype: Dtype of the tokens. The sums of a short sequence in bfloat16 have one term: half of the work for a pair.
     """
-    difference = query.terms[0] - key.terms[0]
-    for q, k in zip(query.terms[1:], key.terms[1:]):
-        difference = difference.add_(q - k) if reuses_memory() else difference + (q - k)
-    return difference
+    length = log_decay.shape[-2]
+    narrow = dtype == torch.bfloat16 and log_decay.dtype == torch.float32
+    one_term = narrow and is_static(length) and length <= ONE_TERM_UP_TO
+    t = prefix_sums(log_decay, one_term)
+    made = []
+    if direction != "backward":
+        made.append(along_scan(t, decay_convention, "forward"))
+    if direction != "forward":
+        made.append(along_scan(-t, decay_convention, "backward"))
+    return tuple(made)
 
 
-def at_most_0(log_decay: Tensor) -> Tensor:
-    """Return log decays of which those rounded above 0 are cut off; their gradients are not."""
-    return log_decay.clamp_(max=0) if reuses_memory() else log_decay - log_decay.detach().clamp(min=0)
+def along_scan(t: Tensor, decay_convention: str, direction: str) -> Direction:
+    """Return the direction with the cumulative decays t (T, .., L + 1, D or 1) at the borders of tokens.
 
-
-def same_segment(query: CumulativeDecay, key: CumulativeDecay) -> Tensor | None:
-    return None if query.segment_index is None else query.segment_index == key.segment_index
-
-
-def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
-    """Return the logarithm of the smallest decay that is not 0, where `factors` decays are multiplied with each other.
-
-    The product of `factors` such decays is three quarters of the way to the smallest normal number (e^-65 in float32).
-    Scores, values and gradients multiplied by it are therefore normal numbers, too. This is far below the values that a
-    sum of the dtype can distinguish from 0.
+    Above the diagonal, t is the negated prefix sum, and the border before a token is the one on its right.
     """
-    return 0.75 * math.log(torch.finfo(dtype).tiny) / factors
+    reverse = direction == "backward"
+    before, after = t[..., :-1, :], t[..., 1:, :]
+    start, end = t[..., :1, :], t[..., -1:, :]
+    if reverse:
+        before, after = after, before
+        start, end = end, start
+    if decay_convention == "between":
+        return Direction(query=before, key=after, start=start, end=end, reverse=reverse)
+    if includes_query_decay(decay_convention, direction):
+        return Direction(query=after, key=after, start=start, end=end, reverse=reverse)
+    return Direction(query=before, key=before, start=start, end=end, reverse=reverse)
 
 
-def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
-    """Return `exp(log_decay)`, or 0 below `least_log_decay` and where a mask is False.
-
-    Without gradients the result reuses the memory of `log_decay`.
-    """
-    return exponential(log_where(log_decay, *masks, factors=factors))
+def includes_query_decay(decay_convention: str, direction: str) -> bool:
+    """Return whether M_ij along a scan includes the decay of query i in place of that of key j."""
+    return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
 
 
-def exponential(log_decay: Tensor) -> Tensor:
-    return log_decay.exp_() if reuses_memory() else log_decay.exp()
-
-
-def log_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
-    """Return log decays, or -inf below `least_log_decay` and where a mask is False.
-
-    Masks come before `exp`, so that gradients stay finite. Without gradients the result is `log_decay` itself.
-    """
-    masks, least = tuple(~mask for mask in masks if mask is not None), least_log_decay(log_decay.dtype, factors)
-    if reuses_memory():
-        F.threshold_(log_decay, least, -torch.inf)
-        for excluded in masks:
-            log_decay.masked_fill_(excluded, -torch.inf)
-        return log_decay
-    log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # no mask stored for backward
-    for excluded in masks:
-        log_decay = log_decay.masked_fill(excluded, -torch.inf)
-    return log_decay
-
-
-def decay(query: CumulativeDecay, key: CumulativeDecay, allowed: Tensor | None = None) -> Tensor:
-    """Return the decay from the key to the query; 0 across segments and where `allowed` is False."""
-    return exp_where(at_most_0(log_decay_between(query, key)), same_segment(query, key), allowed)
-
-
-def prefix_sums(log_decay: Tensor, one_term: bool = False) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Compute inclusive and exclusive prefix sums over tokens (.., L, D or 1), as terms whose differences are precise.
+def prefix_sums(log_decay: Tensor, one_term: bool = False) -> Tensor:
+    """Compute prefix sums of decays (.., L, D or 1) before and after every token, (T, .., L + 1, D or 1).
 
     Over a long or steep sequence, the error of a float32 sum is far larger than the small differences between its
     values. The sum is therefore computed in float64 and kept as float32 (high, low) pairs. For float64 decays, the
@@ -194,19 +145,20 @@ def prefix_sums(log_decay: Tensor, one_term: bool = False) -> tuple[tuple[Tensor
 
     Values above 0 count as 0, because the forms would disagree on a lambda above 1.
     """
-    exact, shared = log_decay.dtype == torch.float64, log_decay.stride(-2) == 0
-    if shared and not exact:
-        total = multiples(log_decay)
-    else:  # bounded after padding, in the kernel of the sum
-        padded = bounded(F.pad(log_decay, (0, 0, 1, 0)))
-        total = padded.double().cumsum(-2)  # (.., L + 1, D or 1), before and after every token
-    if exact:
+    if log_decay.dtype == torch.float64:
+        log_decay = bounded(F.pad(log_decay, (0, 0, 1, 0)))
+        high = log_decay.cumsum(-2)
         with torch.no_grad():
-            found = total, F.pad((padded[..., 1:, :] - total.diff(dim=-2)).cumsum(-2), (0, 0, 1, 0))
+            errors = log_decay[..., 1:, :] - high.diff(dim=-2)
+            low = F.pad(errors.cumsum(-2), (0, 0, 1, 0))
+        return torch.stack([high, low])
+    if log_decay.stride(-2) == 0:
+        total = multiples(log_decay)
     else:
-        found = two_terms(total)
-    terms = [materialized(t) for t in found[: 1 if one_term else 2]]
-    return tuple(t[..., 1:, :] for t in terms), tuple(t[..., :-1, :] for t in terms)
+        total = bounded(F.pad(log_decay, (0, 0, 1, 0))).double().cumsum(-2)  # bounded after padding: one kernel
+    if one_term:
+        return materialized(total.float()[None])
+    return materialized(torch.stack(two_terms(total)))
 
 
 def two_terms(total: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,51 +178,135 @@ def multiples(log_decay: Tensor) -> Tensor:
     return bounded(log_decay[..., :1, :]).double() * places
 
 
-def query_and_key(decay_convention: str, direction: str, inclusive: _Terms, exclusive: _Terms) -> tuple[_Terms, _Terms]:
-    """Return the prefix sums along the scan that tokens have as queries, and those that they have as keys."""
-    if decay_convention == "between":
-        return exclusive, inclusive
-    terms = inclusive if includes_query_decay(decay_convention, direction) else exclusive
-    return terms, terms
+def bounded(log_decay: Tensor) -> Tensor:
+    """Return log decays between `log_zero` and 0 (`LOG_ONE`)."""
+    return log_decay.clamp(log_zero(log_decay.dtype), LOG_ONE)
 
 
-def includes_query_decay(decay_convention: str, direction: str) -> bool:
-    """Return whether M_ij along a scan includes the decay of query i in place of that of key j."""
-    return decay_convention == "target" or (decay_convention == "symmetric" and direction == "forward")
+def log_zero(dtype: torch.dtype) -> float:
+    """Return the log decay that counts as 0; lower values would only reduce the precision of sums."""
+    return math.log(torch.finfo(dtype).tiny)
 
 
-def make_directions(
-    log_decay: Tensor,
-    segment_index: Tensor | None,
-    *,
-    decay_convention: str,
-    direction: str,
-    dtype: torch.dtype | None = None,
-) -> tuple[Direction, ...]:
-    """Return the active directions, forward first.
+def least_log_decay(dtype: torch.dtype, factors: int = 1) -> float:
+    """Return the logarithm of the smallest decay that is not 0, where `factors` decays are multiplied with each other.
+
+    The product of `factors` such decays is three quarters of the way to the smallest normal number (e^-65 in float32).
+    Scores, values and gradients multiplied by it are therefore normal numbers, too. This is far below the values that a
+    sum of the dtype can distinguish from 0.
+    """
+    return 0.75 * math.log(torch.finfo(dtype).tiny) / factors
+
+
+def difference(query: Tensor, key: Tensor) -> Tensor:
+    """Return `log M` of cumulative decays (T, ..) of queries and of keys before them, up to rounding errors.
+
+    Without gradients the terms are added to one result in place.
+    """
+    high = query[0] - key[0]
+    if len(query) == 1:
+        return high
+    low = (query[1] - key[1]).detach()
+    if reuses_memory():
+        return high.add_(low)
+    return high + low
+
+
+def decay_between(query: Tensor, key: Tensor) -> Tensor:
+    """Return the decays from keys to queries after them, whose cumulative decays (T, ..) broadcast."""
+    return exp_where(at_most_0(difference(query, key)))
+
+
+def at_most_0(log_decay: Tensor) -> Tensor:
+    """Return log decays of which those rounded above 0 are cut off; their gradients are not."""
+    if reuses_memory():
+        return log_decay.clamp_(max=0)
+    return log_decay - log_decay.detach().clamp(min=0)
+
+
+def exp_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
+    """Return `exp(log_decay)`, or 0 below `least_log_decay` and where a mask is False.
+
+    Without gradients the result reuses the memory of `log_decay`.
+    """
+    return exponential(log_where(log_decay, *masks, factors=factors))
+
+
+def exponential(log_decay: Tensor) -> Tensor:
+    if reuses_memory():
+        return log_decay.exp_()
+    return log_decay.exp()
+
+
+def log_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Tensor:
+    """Return log decays, or -inf below `least_log_decay` and where a mask is False.
+
+    Masks come before `exp`, so that gradients stay finite. Without gradients the result is `log_decay` itself.
+    """
+    least = least_log_decay(log_decay.dtype, factors)
+    if reuses_memory():
+        F.threshold_(log_decay, least, -torch.inf)
+    else:
+        log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # stores no mask for backward
+    for mask in masks:
+        if mask is not None:
+            log_decay = log_decay.masked_fill(~mask, -torch.inf)
+    return log_decay
+
+
+def decay_mask(
+    directions: tuple[Direction, ...],
+    segment: Tensor | None = None,
+    include_diagonal: bool = True,
+    queries: int | None = None,
+    keys: slice = slice(None),
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L', D or 1).
 
     Args:
-        log_decay: Decays (b, H, .., L, D or 1), float32 or float64.
-        segment_index: Segment numbers (B, .., L), non-decreasing, or None.
-        dtype: Dtype of the tokens. The sums of a short sequence in bfloat16 have one term: half of the work for a pair.
+        directions: Cumulative decays of one scan or both.
+        segment: Segment numbers (B, .., L'); the decay across segments is 0.
+        include_diagonal: Whether the diagonal is 1; otherwise it is 0.
+        queries: Number of tokens, from the first, that are queries, by default all.
+        keys: Columns to compute, by default all.
+        positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
     """
-    length = log_decay.shape[-2]
-    narrow = dtype == torch.bfloat16 and log_decay.dtype == torch.float32
-    one_term = narrow and is_static(length) and length <= ONE_TERM_UP_TO
-    inclusive, exclusive = prefix_sums(log_decay, one_term)
-    index = None if segment_index is None else segment_index[:, None, ..., None]
-    made = []
-    for name in scan_directions(direction):
-        reverse = name == "backward"
-        if reverse:  # up to a constant, an inclusive sum from the right is minus the exclusive sum from the left
-            inclusive, exclusive = (tuple(-t for t in terms) for terms in (exclusive, inclusive))
-        query, key = query_and_key(decay_convention, name, inclusive, exclusive)
-        first, last = CumulativeDecay(exclusive, index), CumulativeDecay(inclusive, index)
-        ends = (first.map(lambda t: t[..., :1, :]), last.map(lambda t: t[..., -1:, :]))
-        if reverse:
-            ends = (first.map(lambda t: t[..., -1:, :]), last.map(lambda t: t[..., :1, :]))
-        made.append(Direction(CumulativeDecay(query, index), CumulativeDecay(key, index), *ends, reverse))
-    return tuple(made)
+    return exponential(log_decay_mask(directions, segment, include_diagonal, queries, keys, positions))
+
+
+def log_decay_mask(
+    directions: tuple[Direction, ...],
+    segment: Tensor | None = None,
+    include_diagonal: bool = True,
+    queries: int | None = None,
+    keys: slice = slice(None),
+    positions: Tensor | None = None,
+) -> Tensor:
+    """Return the logarithm of `decay_mask`, -inf where the mask is 0."""
+    first = directions[0]
+    if positions is None:
+        positions = torch.arange(first.key.shape[-2], device=first.key.device, dtype=torch.int32)
+    i, j = positions[:queries, None, None], positions[keys, None]
+    same = None
+    if segment is not None:
+        segment = segment[:, None]
+        same = (segment[..., :queries, None] == segment[..., None, keys])[..., None]  # (B, 1, .., L, L', 1)
+    rows = first.query[..., :queries, None, :]
+    columns = first.key[..., None, keys, :]
+    if len(directions) == 1:
+        allowed = j > i if first.reverse else j < i
+        if include_diagonal:
+            allowed = allowed | (i == j)
+        return log_where(at_most_0(difference(rows, columns)), same, allowed)
+    other_rows = directions[1].query[..., :queries, None, :]
+    other_columns = directions[1].key[..., None, keys, :]
+    if len(rows) == 1:
+        log_mask = joined_differences(i >= j, rows[0], columns[0], other_rows[0], other_columns[0])
+    else:
+        log_mask = torch.where(i >= j, difference(rows, columns), difference(other_rows, other_columns))
+    others = None if include_diagonal else i != j
+    return log_where(at_most_0(log_mask), same, others)
 
 
 def pad_with_last(t: Tensor, padding: int) -> Tensor:
@@ -278,45 +314,3 @@ def pad_with_last(t: Tensor, padding: int) -> Tensor:
     length = t.shape[-2]
     known = torch.arange(length + padding, device=t.device)[:, None] < length  # `expand` would add a guard on size 1
     return torch.where(known, F.pad(t, (0, 0, 0, padding)), t[..., -1:, :])
-
-
-def decay_mask(
-    directions: tuple[Direction, ...],
-    include_diagonal: bool = True,
-    keys: slice = slice(None),
-    positions: Tensor | None = None,
-) -> Tensor:
-    """Return the mask M of Eq. 14 and 30, (b, H, .., L, L', D or 1), for all L' tokens or the first L as queries.
-
-    Args:
-        include_diagonal: Whether the diagonal is 1; otherwise it is 0.
-        keys: Columns to compute, by default all.
-        positions: Positions (L',) of the tokens in the scan, if the scan does not go from left to right.
-    """
-    return exponential(log_decay_mask(directions, include_diagonal, keys, positions))
-
-
-def log_decay_mask(
-    directions: tuple[Direction, ...],
-    include_diagonal: bool = True,
-    keys: slice = slice(None),
-    positions: Tensor | None = None,
-) -> Tensor:
-    """Return the logarithm of `decay_mask`, -inf where the mask is 0."""
-    queries, terms = directions[0].query.terms[0].shape[-2], directions[0].key.terms[0]
-    if positions is None:
-        positions = torch.arange(terms.shape[-2], device=terms.device, dtype=torch.int32)
-    i, j = positions[:queries, None, None], positions[keys, None]
-    pairs = [(d.query.rows(), d.key.map(lambda t: t[..., keys, :]).columns()) for d in directions]
-    if len(directions) == 1:
-        earlier = j > i if directions[0].reverse else j < i
-        allowed = earlier | (i == j) if include_diagonal else earlier
-        return log_where(at_most_0(log_decay_between(*pairs[0])), same_segment(*pairs[0]), allowed)
-    if len(pairs[0][0].terms) == 1:
-        log_mask = joined_differences(i >= j, *(c.terms[0] for pair in pairs for c in pair))
-    else:
-        log_mask = torch.where(i >= j, log_decay_between(*pairs[0]), log_decay_between(*pairs[1]))
-    return log_where(at_most_0(log_mask), same_segment(*pairs[0]), None if include_diagonal else i != j)
-
-
-_Terms = tuple[Tensor, ...]

@@ -29,107 +29,138 @@ sequence S = 0, and the full form without decays is `tril(Q K^T) T_F V + triu(Q 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import sum_dtype
+from lion.ops.arguments import Gates, sum_dtype
 from lion.ops.chunk import chunk_grid
 from lion.ops.decay import bounded, decay_mask, exp_where, make_directions, scan_directions
 from lion.ops.delta_states import chunk_states
 from lion.ops.exchange import Part
-from lion.ops.full import pad_segments
-from lion.ops.rnn import Compiler, eager, scan
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
+from lion.ops.rnn import Compiler, leaving_segment, scan
+from lion.ops.settings import Settings
+from lion.ops.tokens import EnteringState, State, Sums, Tokens, initial_state, optional
 from lion.ops.vector import exclusive_sum
 from lion.ops.vector_pairs import FACTORS, lambdas
 from lion.ops.vector_scores import vector_scores
 
 
-def with_delta(tokens: TokenBlock, beta: Tensor | None, erase: Tensor | None, read: Tensor | None) -> TokenBlock:
-    """Return the tokens with beta (B, H, L), erase and read (B, H, L, D) of the delta rule."""
-    return tokens._replace(beta=None if beta is None else beta[..., None], erase=erase, read=read)
+def with_delta(tokens: Tokens, gates: Gates) -> Tokens:
+    """Return the tokens with the vectors of a delta rule."""
+    beta = gates.beta
+    if beta is not None:
+        beta = beta[..., None]
+    return tokens._replace(beta=beta, erase=gates.erase, read=gates.read)
 
 
-def delta_parts(
-    tokens: TokenBlock, how: ScoreSettings, compiler: Compiler = eager, part: Part | None = None
-) -> tuple[Tensor, None]:
-    """Compute the numerator (B, H, L, E), without a row sum; the tokens may be a `part` of the rows."""
-    if how.form == "delta_rnn":
-        steps = dict.fromkeys(scan_directions(how.direction), how.undecayed_erase)
-        y, _ = scan(steps, delta_advance, tokens, rowsum=False, size=how.chunk_size, compiler=compiler)
+def delta_sums(tokens: Tokens, settings: Settings, form: str, part: Part | None = None) -> Sums:
+    """Compute the outputs (B, H, L, E) in full or in chunks, without row sums; the tokens may be a `part` of rows."""
+    size = settings.chunk_size
+    if form == "full":
+        size = None
+    if part is None:
+        y = delta_chunks(tokens, settings, size)
     else:
-        size = None if how.form == "full" else how.chunk_size
-        y, _ = delta_chunks(tokens, size, how.direction, how.undecayed_erase, part=part)
-    if how.direction == "both":
+        y = delta_chunks_of_part(tokens, settings, size, part)
+    return counted_once(y, tokens, settings)
+
+
+def delta_rnn_sums(tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
+    """Compute the outputs (B, H, L, E) in the sequential form, without row sums."""
+    y = scan(delta_advance, tokens, settings, compiler).numerator
+    return counted_once(y, tokens, settings)
+
+
+def counted_once(y: Tensor, tokens: Tokens, settings: Settings) -> Sums:
+    """Return the outputs of all directions, in which the value of a token itself is counted once."""
+    if settings.direction == "both":
         tokens = tokens.masked().to(y.dtype)
-        y = y - (tokens.q * write_vectors(tokens)).sum(-1, keepdim=True) * tokens.v
-    return y.to(sum_dtype(tokens.v)), None
+        own = (tokens.q * write_vectors(tokens)).sum(-1, keepdim=True)
+        y = y - own * tokens.v
+    return Sums(y.to(sum_dtype(tokens.v)), None)
 
 
-def write_vectors(tokens: TokenBlock) -> Tensor:
+def write_vectors(tokens: Tokens) -> Tensor:
     """Return w (B, H, .., C, D), along which values are written."""
-    return tokens.k if tokens.beta is None else tokens.beta * tokens.k
+    if tokens.beta is None:
+        return tokens.k
+    return tokens.beta * tokens.k
 
 
-def delta_chunks(
-    tokens: TokenBlock,
-    size: int | None,
-    direction: str,
-    undecayed_erase: bool,
-    final: bool = False,
-    part: Part | None = None,
-) -> tuple[Tensor, State | None]:
-    """Scan the tokens in chunks of at most `size`, and return the outputs, and with `final` the last state.
+def delta_chunks(tokens: Tokens, settings: Settings, size: int | None) -> Tensor:
+    """Scan the tokens in chunks of at most `size`, and return the outputs (B, H, L, E).
 
     Without a size, one chunk holds all tokens, which is the full form. All that does not depend on the states is
-    computed for all chunks at once. `final` requires the direction "forward". The tokens may be a `part` of the rows.
+    computed for all chunks at once.
 
     Decays, triangular systems and sums are in float32. Their results are rounded to the dtype of the tokens before they
     are multiplied, unless states leave the function.
     """
-    length = tokens.q.shape[2]
-    empty = initial_state(tokens.k, tokens.v)
-    narrow = tokens.v.dtype if part is None and not final else empty.S.dtype
-    tokens = tokens.masked().to(empty.S.dtype)
-    size, count = (length, 1) if size is None else chunk_grid(length, size)
-    padding = size * count - length
-    index = pad_segments(tokens.segment_index, padding)
-    chunks = tokens.map(lambda x: (F.pad(x, (0, 0, 0, padding)) if padding else x).unflatten(2, (count, size)))
-    if index is not None:
-        index = index.unflatten(1, (count, size))  # (B, N, C)
-    products = pair_products(chunks._replace(segment_index=index), direction, undecayed_erase)
-    p = in_scan_order(products, direction, narrow)
-    if index is not None:
-        index = p.segment_index
-        outer = index[:1, :, 0] if part is None else entering_segments(part, index[0, :, 0], direction)
-        p = in_segments(p, torch.cat([outer, index[:-1, :, -1]]))
-    right, y, written = values_along_w(p)
-    if part is not None:
-        S, new = part_states(p, right, written, part, direction)
-    elif count > 1 or final:
-        S, new = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written)
+    scans = chunk_scans(tokens, settings, size, tokens.v.dtype)
+    if scans.segment is not None:
+        scans = in_segments(scans, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
+    written = values_along_w(scans)
+    if len(scans.q) == 1:
+        outputs = chunk_outputs(scans, None, new_values(scans, written.right), written.y)
     else:
-        S, new = None, new_values(p, right)
-    state = State(S[-1].clone(), empty.z) if final else None  # not a view of all states
-    S = S if S is None else S[:-1]
-    return merged(outputs(p, S, new, y), direction)[:, :, :length], state
+        S, new = states_of(scans, written)
+        outputs = chunk_outputs(scans, S[:-1], new, written.y)
+    return merged(outputs, settings.direction)[:, :, : tokens.q.shape[2]]
 
 
-def delta_advance(undecayed_erase: bool, state: State, segment: Tensor | None, tokens: TokenBlock):
-    """Read and update a state by C tokens, with the arguments and results of `lion.ops.rnn.advance`."""
-    tokens = tokens.masked().to(state.S.dtype)
-    chunk = tokens.map(lambda x: x.unsqueeze(2), lambda x: x.unsqueeze(1))
-    p = in_scan_order(pair_products(chunk, "forward", undecayed_erase), "forward", state.S.dtype)
-    p = p if segment is None else in_segments(p, segment[None])
-    right, y, written = values_along_w(p)
-    new = new_values(p, right - p.read @ state.S)
-    S = p.kept * state.S + p.erase.mT @ new
-    S = S if written is None else S + written
-    y = merged(outputs(p, state.S, new, y), "forward")
-    return y, None, State(S[0], state.z), None if segment is None else tokens.segment_index[:, -1]
+def delta_prefill(tokens: Tokens, settings: Settings) -> tuple[Tensor, State]:
+    """Scan the tokens forward in chunks, and return the outputs (B, H, L, E) and the state after the last token."""
+    empty = initial_state(tokens.k, tokens.v)
+    scans = chunk_scans(tokens, settings, settings.chunk_size, empty.S.dtype)
+    if scans.segment is not None:
+        scans = in_segments(scans, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
+    written = values_along_w(scans)
+    S, new = states_of(scans, written)
+    outputs = chunk_outputs(scans, S[:-1], new, written.y)
+    y = merged(outputs, "forward")[:, :, : tokens.q.shape[2]]
+    return y, State(S[-1].clone(), empty.z)  # not a view of all states
+
+
+def delta_chunks_of_part(tokens: Tokens, settings: Settings, size: int | None, part: Part) -> Tensor:
+    """Compute `delta_chunks` of tokens that are a part of the rows; the processes exchange maps of states."""
+    wide = torch.promote_types(tokens.k.dtype, torch.float32)
+    scans = chunk_scans(tokens, settings, size, wide)
+    if scans.segment is not None:
+        outer = entering_segments(part, scans.segment[0, :, 0], settings.direction)
+        scans = in_segments(scans, shifted_segments(scans.segment, outer))
+    written = values_along_w(scans)
+    S, new = part_states(scans, written, part, settings.direction)
+    outputs = chunk_outputs(scans, S[:-1], new, written.y)
+    return merged(outputs, settings.direction)[:, :, : tokens.q.shape[2]]
+
+
+def delta_advance(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:
+    """Read and update a state by C tokens in one direction, as `lion.ops.rnn.advance` does."""
+    last = leaving_segment(tokens, settings)
+    chunk = tokens.masked().to(state.S.dtype).in_chunks(tokens.q.shape[2], 1)
+    scans = in_scan_order(pair_products(chunk, settings), settings.direction, state.S.dtype)
+    if scans.segment is not None:
+        scans = in_segments(scans, state.segment[None])
+    written = values_along_w(scans)
+    new = new_values(scans, written.right - scans.read @ state.S)
+    S = scans.kept * state.S + scans.erase.mT @ new
+    if written.state is not None:
+        S = S + written.state
+    y = merged(chunk_outputs(scans, state.S, new, written.y), settings.direction)
+    return Sums(y, None), EnteringState(S[0], state.z, last)
+
+
+def chunk_scans(tokens: Tokens, settings: Settings, size: int | None, dtype: torch.dtype) -> Scan:
+    """Cut tokens into chunks of at most `size`, and return the chunks of all directions in scan order."""
+    length = tokens.q.shape[2]
+    tokens = tokens.masked().to(torch.promote_types(tokens.k.dtype, torch.float32))
+    grid = (length, 1) if size is None else chunk_grid(length, size)
+    chunks = tokens.in_chunks(*grid)
+    return in_scan_order(pair_products(chunks, settings), settings.direction, dtype)
 
 
 class PairProducts(NamedTuple):
@@ -139,11 +170,12 @@ class PairProducts(NamedTuple):
         q, read: Queries and vectors r, times the decay of their own token (r of an undecayed erase: without it).
         erase, write: Vectors e and w; w is None where it is e.
         v: Values (B, H, .., C, E).
-        gram, scores: Products of r, and of q, with e and (unless it is e) w, under the decays of the tokens between
-            each pair (B, H, .., C, C). For a token with itself, those of q have no decay, and those of r do not count.
+        read_erase, read_write: Products of r with e and w under the decays of the tokens between each pair
+            (B, H, .., C, C); those of a token with itself do not count. `read_write` is None where w is e.
+        score_erase, score_write: Products of q with e and w; those of a token with itself have no decay.
         before, after: Decays of all tokens before and after each token of the chunk (b, H, .., C, D or 1).
         kept: Decays of all tokens of the chunk (b, H, .., D or 1, 1).
-        segment_index: Segment numbers (B, .., C), or None.
+        segment: Segment numbers (B, .., C), or None.
     """
 
     q: Tensor
@@ -151,61 +183,91 @@ class PairProducts(NamedTuple):
     erase: Tensor
     write: Tensor | None
     v: Tensor
-    gram: tuple[Tensor, ...]
-    scores: tuple[Tensor, ...]
+    read_erase: Tensor
+    read_write: Tensor | None
+    score_erase: Tensor
+    score_write: Tensor | None
     before: Tensor
     after: Tensor
     kept: Tensor
-    segment_index: Tensor | None
+    segment: Tensor | None
 
 
-def pair_products(tokens: TokenBlock, direction: str, undecayed_erase: bool) -> PairProducts:
+def pair_products(tokens: Tokens, settings: Settings) -> PairProducts:
     """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
-    tokens = tokens._replace(gate=bounded(tokens.gate))
-    log_decay, lam = tokens.gate, lambdas(tokens.gate)
-    read, write, erase = tokens.k if tokens.read is None else tokens.read, write_vectors(tokens), tokens.erase
-    pairs = scalar_pairs if log_decay.shape[-1] == 1 else vector_pairs
+    if tokens.log_decay is None:
+        log_decay = tokens.k.new_zeros(()).expand(1, 1, *tokens.k.shape[2:-1], 1)
+    else:
+        log_decay = bounded(tokens.log_decay)
+    tokens = tokens._replace(log_decay=log_decay)
+    lam = lambdas(log_decay)
+    read = tokens.k if tokens.read is None else tokens.read
+    write = write_vectors(tokens)
+    if tokens.erase is None:
+        erase, targets, write = write, [write], None
+    else:
+        erase, targets = tokens.erase, [tokens.erase, write]
     # in this order, Inductor computes the decayed vectors where they are read, and does not store them
-    q, decayed_read = lam * tokens.q, read if undecayed_erase else lam * read
-    gram, scores = pairs(tokens, read, [write] if erase is None else [erase, write], direction, undecayed_erase)
-    vectors = (q, decayed_read, write, None) if erase is None else (q, decayed_read, erase, write)
-    sums = exclusive_sum(log_decay), exclusive_sum(log_decay.flip(-2)).flip(-2)
-    before, after = (exp_where(x, factors=FACTORS) for x in sums)
-    kept = exp_where(log_decay.sum(-2))[..., None]
-    return PairProducts(*vectors, tokens.v, gram, scores, before, after, kept, tokens.segment_index)
+    q = lam * tokens.q
+    decayed_read = read if settings.undecayed_erase else lam * read
+    pairs = vector_pairs if tokens.vector else scalar_pairs
+    of_read, of_q = pairs(tokens, read, targets, settings)
+    return PairProducts(
+        q=q,
+        read=decayed_read,
+        erase=erase,
+        write=write,
+        v=tokens.v,
+        read_erase=of_read[0],
+        read_write=None if write is None else of_read[1],
+        score_erase=of_q[0],
+        score_write=None if write is None else of_q[1],
+        before=exp_where(exclusive_sum(log_decay), factors=FACTORS),
+        after=exp_where(exclusive_sum(log_decay.flip(-2)).flip(-2), factors=FACTORS),
+        kept=exp_where(log_decay.sum(-2))[..., None],
+        segment=tokens.segment,
+    )
 
 
 def scalar_pairs(
-    tokens: TokenBlock, read: Tensor, targets: list[Tensor], direction: str, undecayed_erase: bool
+    tokens: Tokens, read: Tensor, targets: list[Tensor], settings: Settings
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the products of r, and of q, with each of the targets, under one decay for all key dimensions.
 
     The rows r and q of a token are neighbours in one product. On a GPU, their gradients then have the strides of
     tokens, so that one kernel adds up all gradients of a token.
     """
-    masks = []
-    for convention in ("target", "between")[: 1 + undecayed_erase]:
-        directions = make_directions(
-            tokens.gate, tokens.segment_index, decay_convention=convention, direction=direction
-        )
-        masks.append(decay_mask(directions).squeeze(-1)[..., None, :])  # (b, H, .., C, 1, C)
-    rows, columns = torch.stack([read, tokens.q], -2), torch.stack(targets, -3)
-    pairs = rows.flatten(-3, -2) @ columns.flatten(-3, -2).mT
-    gram, scores = pairs.unflatten(-2, (-1, 2)).unflatten(-1, (len(targets), -1)).unbind(-3)
-    return (gram * masks[-1]).unbind(-2), (scores * masks[0]).unbind(-2)
+    mask = pair_mask(tokens, "target", settings)
+    read_mask = mask
+    if settings.undecayed_erase:
+        read_mask = pair_mask(tokens, "between", settings)
+    rows = torch.stack([read, tokens.q], -2).flatten(-3, -2)
+    columns = torch.stack(targets, -3).flatten(-3, -2)
+    pairs = rows @ columns.mT
+    of_read, of_q = pairs.unflatten(-2, (-1, 2)).unflatten(-1, (len(targets), -1)).unbind(-3)
+    return (of_read * read_mask).unbind(-2), (of_q * mask).unbind(-2)
+
+
+def pair_mask(tokens: Tokens, decay_convention: str, settings: Settings) -> Tensor:
+    """Return the decays (b, H, .., C, 1, C) of all pairs of tokens in chunks."""
+    directions = make_directions(tokens.log_decay, decay_convention, settings.direction)
+    return decay_mask(directions, tokens.segment).squeeze(-1)[..., None, :]
 
 
 def vector_pairs(
-    tokens: TokenBlock, read: Tensor, targets: list[Tensor], direction: str, undecayed_erase: bool
+    tokens: Tokens, read: Tensor, targets: list[Tensor], settings: Settings
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the products of r, and of q, with each of the targets, under a decay for each key dimension."""
-    lam, target = lambdas(tokens.gate), torch.stack(targets)
-    readers = torch.stack([read if undecayed_erase else lam * read, lam * tokens.q])[:, None]
-    how = ScoreSettings("full", "between", direction, False, False, 0)
-    gram, scores = vector_scores(*torch.broadcast_tensors(readers, target), tokens.gate, tokens.segment_index, how)
-    same = torch.eye(scores.shape[-1], dtype=torch.bool, device=scores.device)
-    scores = torch.where(same, (tokens.q * target).sum(-1, keepdim=True), scores)
-    return gram.unbind(), scores.unbind()
+    lam = lambdas(tokens.log_decay)
+    target = torch.stack(targets)
+    decayed_read = read if settings.undecayed_erase else lam * read
+    readers = torch.stack([decayed_read, lam * tokens.q])[:, None]
+    readers, columns = torch.broadcast_tensors(readers, target)
+    between = replace(settings, decay_convention="between")
+    of_read, of_q = vector_scores(readers, columns, tokens.log_decay, tokens.segment, between, False)
+    same = torch.eye(of_q.shape[-1], dtype=torch.bool, device=of_q.device)
+    of_q = torch.where(same, (tokens.q * target).sum(-1, keepdim=True), of_q)
+    return of_read.unbind(), of_q.unbind()
 
 
 class Scan(NamedTuple):
@@ -215,9 +277,9 @@ class Scan(NamedTuple):
         q, read: Queries and vectors r (N, b, H, C, D), times the decays since the start of the chunk.
         erase, write: Vectors e and w, times the decays to the end of the chunk; w is None where it is e.
         v: Values (N, b, H, C, E).
-        gram, scores: As in `PairProducts`, of which the lower triangle counts.
+        read_erase, read_write, score_erase, score_write: As in `PairProducts`, of which the lower triangle counts.
         kept: Decays of all tokens of the chunk (N, b, H, D or 1, 1).
-        segment_index: Segment numbers (N, b, C), or None.
+        segment: Segment numbers (N, b, C), or None.
     """
 
     q: Tensor
@@ -225,10 +287,12 @@ class Scan(NamedTuple):
     erase: Tensor
     write: Tensor | None
     v: Tensor
-    gram: tuple[Tensor, ...]
-    scores: tuple[Tensor, ...]
+    read_erase: Tensor
+    read_write: Tensor | None
+    score_erase: Tensor
+    score_write: Tensor | None
     kept: Tensor
-    segment_index: Tensor | None
+    segment: Tensor | None
 
 
 def in_scan_order(p: PairProducts, direction: str, dtype: torch.dtype) -> Scan:
@@ -236,112 +300,163 @@ def in_scan_order(p: PairProducts, direction: str, dtype: torch.dtype) -> Scan:
 
     All but the triangular system and the decays are rounded to `dtype`.
     """
-    names = scan_directions(direction)
 
-    def scans(
-        forward: Tensor, backward: Tensor, *dims: int, chunks: int = 2, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        parts = [forward if name == "forward" else backward.flip(chunks, *dims) for name in names]
-        parts = [x.movedim(chunks, 0).to(dtype=dtype) for x in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def tokens(forward: Tensor, backward: Tensor) -> Tensor:  # (B, H, N, C, D)
+        return scans_of(forward, backward, direction, 2, [-2]).to(dtype)
 
-    reads = (scans(x * p.before, x * p.after, -2, dtype=dtype) for x in (p.q, p.read))
-    writes = (x if x is None else scans(x * p.after, x * p.before, -2, dtype=dtype) for x in (p.erase, p.write))
+    def pairs(x: Tensor) -> Tensor:  # (B, H, N, C, C)
+        return scans_of(x, x, direction, 2, [-2, -1]).to(dtype)
+
     kept = p.kept.expand(*p.q.shape[:-2], -1, -1)
-    index = p.segment_index
     return Scan(
-        *reads,
-        *writes,
-        v=scans(p.v, p.v, -2, dtype=dtype),
-        gram=(scans(p.gram[0], p.gram[0], -2, -1), *(scans(x, x, -2, -1, dtype=dtype) for x in p.gram[1:])),
-        scores=tuple(scans(x, x, -2, -1, dtype=dtype) for x in p.scores),
-        kept=scans(kept, kept),
-        segment_index=index if index is None else scans(index, index, 2, chunks=1),
+        q=tokens(p.q * p.before, p.q * p.after),
+        read=tokens(p.read * p.before, p.read * p.after),
+        erase=tokens(p.erase * p.after, p.erase * p.before),
+        write=None if p.write is None else tokens(p.write * p.after, p.write * p.before),
+        v=tokens(p.v, p.v),
+        read_erase=scans_of(p.read_erase, p.read_erase, direction, 2, [-2, -1]),
+        read_write=optional(pairs, p.read_write),
+        score_erase=pairs(p.score_erase),
+        score_write=optional(pairs, p.score_write),
+        kept=scans_of(kept, kept, direction, 2, []),
+        segment=None if p.segment is None else scans_of(p.segment, p.segment, direction, 1, [2]),
     )
+
+
+def scans_of(forward: Tensor, backward: Tensor, direction: str, chunks: int, dims: list[int]) -> Tensor:
+    """Return the chunks (N, b, ..) of all active directions; the backward ones are flipped along chunks and `dims`."""
+    scans = []
+    if direction != "backward":
+        scans.append(forward.movedim(chunks, 0))
+    if direction != "forward":
+        scans.append(backward.flip(chunks, *dims).movedim(chunks, 0))
+    if len(scans) == 1:
+        return scans[0]
+    return torch.cat(scans, 1)
 
 
 def merged(y: Tensor, direction: str) -> Tensor:
     """Add up the outputs (N, b, H, C, E) of every scan, in the order of the tokens (B, H, N C, E)."""
-    if direction != "forward":
-        *forward, backward = y.unflatten(1, (len(scan_directions(direction)), -1)).unbind(1)
-        y = sum(forward, backward.flip(0, -2))
+    if direction == "backward":
+        y = y.flip(0, -2)
+    if direction == "both":
+        forward, backward = y.chunk(2, 1)
+        y = forward + backward.flip(0, -2)
     return y.movedim(0, 2).flatten(2, 3)
 
 
-def in_segments(p: Scan, entering: Tensor) -> Scan:
+def in_segments(scans: Scan, entering: Tensor) -> Scan:
     """Return the chunks, where tokens read their own segment only, and only the last segment is passed on.
 
     `entering` (N, b) numbers the segments of the states that enter.
     """
-    index = p.segment_index[..., None, :]  # (N, b, 1, C)
-    first = (index == entering[..., None, None])[..., None]  # (N, b, 1, C, 1)
-    final = (index == index[..., -1, None])[..., None]
-    return p._replace(
-        q=p.q * first,
-        read=p.read * first,
-        erase=p.erase * final,
-        write=None if p.write is None else p.write * final,
-        kept=p.kept * first[..., -1, None, :],
+    segment = scans.segment[..., None, :]  # (N, b, 1, C)
+    first = (segment == entering[..., None, None])[..., None]  # (N, b, 1, C, 1)
+    final = (segment == segment[..., -1, None])[..., None]
+    return scans._replace(
+        q=scans.q * first,
+        read=scans.read * first,
+        erase=scans.erase * final,
+        write=None if scans.write is None else scans.write * final,
+        kept=scans.kept * first[..., -1, None, :],
     )
+
+
+def shifted_segments(segment: Tensor, outer: Tensor) -> Tensor:
+    """Return the segments (N, b) of the states that enter chunks (N, b, C); `outer` (1, b) enters the first one."""
+    return torch.cat([outer, segment[:-1, :, -1]])
 
 
 def entering_segments(part: Part, first: Tensor, direction: str) -> Tensor:
     """Return the segments (1, b) of the states that enter a part; `first` (b,) are those of its first tokens."""
+    if part.first is None:
+        return first[None]
     segments = [part.entering_segment(name == "backward") for name in scan_directions(direction)]
-    return first[None] if segments[0] is None else torch.cat(segments)[None]
+    return torch.cat(segments)[None]
 
 
-def part_states(p: Scan, right: Tensor, written: Tensor | None, part: Part, direction: str) -> tuple[Tensor, Tensor]:
-    """Return the states and new values of `chunk_states` for a part of the rows, which exchanges maps of states.
+def states_of(scans: Scan, written: Written) -> tuple[Tensor, Tensor]:
+    """Return the states before each chunk and after the last one, and the new values (`chunk_states`)."""
+    return chunk_states(scans.read_erase, scans.read, written.right, scans.erase, scans.kept, written.state)
+
+
+def part_states(scans: Scan, written: Written, part: Part, direction: str) -> tuple[Tensor, Tensor]:
+    """Return the states and new values of `states_of` for a part of the rows, which exchanges maps of states.
 
     A map (.., D, D + E) is affine: its first D columns are multiplied by a state, and the others are added. The maps
     from the state that enters a part to its states and new values are those of a scan with D more values.
     """
-    dim, width = p.read.shape[-1], right.shape[-1]
-    right, written = (x if x is None else F.pad(x, (dim, 0)) for x in (right, written))
+    dim, width = scans.read.shape[-1], written.right.shape[-1]
+    right = F.pad(written.right, (dim, 0))
+    state = written.state
+    if state is not None:
+        state = F.pad(state, (dim, 0))
     unchanged = torch.eye(dim, dim + width, dtype=right.dtype, device=right.device)
-    maps, values = chunk_states(p.gram[0], p.read, right, p.erase, p.kept, written, unchanged)
+    maps, values = chunk_states(scans.read_erase, scans.read, right, scans.erase, scans.kept, state, unchanged)
     names = scan_directions(direction)
-    every = part.gather(*maps[-1].unflatten(0, (len(names), -1)))
+    every = part.gather(*maps[-1].chunk(len(names)))
     S = torch.cat([entering_state(one, part, name == "backward") for one, name in zip(every, names)])
     return applied(maps, S), applied(values, S)
 
 
 def applied(maps: Tensor, S: Tensor) -> Tensor:
     """Return states or values (.., E), from maps (.., D + E) of a state S (.., D, E)."""
-    return maps[..., : S.shape[-2]] @ S + maps[..., S.shape[-2] :]
+    dim = S.shape[-2]
+    return maps[..., :dim] @ S + maps[..., dim:]
 
 
 def entering_state(maps: Tensor, part: Part, reverse: bool) -> Tensor:
     """Return the state (B, H, D, E) that enters a part, from the maps (P, B, H, D, D + E) of all parts."""
-    S, states, order = torch.zeros_like(maps[0, ..., maps.shape[-2] :]), [], -1 if reverse else 1
-    for one in maps.unbind(0)[::order]:
-        states.append(S)
-        S = applied(one, S)
-    return torch.stack(states[::order])[part.rank]  # a function of all maps: every process takes part in the reduction
+    order = range(len(maps))
+    if reverse:
+        order = order[::-1]
+    states = {}
+    S = torch.zeros_like(maps[0, ..., maps.shape[-2] :])
+    for p in order:
+        states[p] = S
+        S = applied(maps[p], S)
+    # a function of all maps: every process takes part in the reduction
+    return torch.stack([states[p] for p in range(len(maps))])[part.rank]
 
 
-def new_values(p: Scan, right: Tensor) -> Tensor:
+def new_values(scans: Scan, right: Tensor) -> Tensor:
     """Return the values (N, b, H, C, E) that e writes, for the right side of their triangular system."""
-    new = torch.linalg.solve_triangular(p.gram[0], right.to(p.gram[0].dtype), upper=False, unitriangular=True)
+    lower = scans.read_erase
+    new = torch.linalg.solve_triangular(lower, right.to(lower.dtype), upper=False, unitriangular=True)
     return new.to(right.dtype)
 
 
-def values_along_w(p: Scan) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the right side (N, b, H, C, E) of the triangular system without an entering state.
+class Written(NamedTuple):
+    """What tokens write without an entering state.
 
-    Where w is not e, the others are the outputs (N, b, H, C, E) of the values that are written along w, and the state
-    (N, b, H, D, E) that they leave.
+    Attributes:
+        right: Right side (N, b, H, C, E) of the triangular system.
+        y: Outputs (N, b, H, C, E) of the values that are written along w; None where w is e.
+        state: State (N, b, H, D, E) that these values leave; None where w is e.
     """
-    if p.write is None:
-        return p.v, None, None
-    return -(p.gram[1].tril(-1) @ p.v), p.scores[1].tril() @ p.v, p.write.mT @ p.v
+
+    right: Tensor
+    y: Tensor | None
+    state: Tensor | None
 
 
-def outputs(p: Scan, S: Tensor | None, new: Tensor, y: Tensor | None) -> Tensor:
+def values_along_w(scans: Scan) -> Written:
+    """Return what the tokens of chunks write along w."""
+    if scans.write is None:
+        return Written(scans.v, None, None)
+    return Written(
+        right=-(scans.read_write.tril(-1) @ scans.v),
+        y=scans.score_write.tril() @ scans.v,
+        state=scans.write.mT @ scans.v,
+    )
+
+
+def chunk_outputs(scans: Scan, S: Tensor | None, new: Tensor, y: Tensor | None) -> Tensor:
     """Return the outputs (N, b, H, C, E) of chunks with new values `new`, which are read beside S and y."""
-    read = p.scores[0].tril() @ new
-    read = read if y is None else read + y
+    outputs = scans.score_erase.tril() @ new
+    if y is not None:
+        outputs = outputs + y
     if S is None:
-        return read
-    return torch.baddbmm(*(x.flatten(0, -3) for x in (read, p.q, S))).view_as(read)  # rounds once
+        return outputs
+    flat = outputs.flatten(0, -3)
+    return torch.baddbmm(flat, scans.q.flatten(0, -3), S.flatten(0, -3)).view_as(outputs)  # rounds once

@@ -5,116 +5,111 @@ Without decay the product is computed from right to left, `Q (K^T V)`, and no L 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import round_up
-from lion.ops.decay import Direction, exponential, log_decay_mask, make_directions, pad_with_last
+from lion.ops.arguments import no_decay, round_up
+from lion.ops.decay import Direction, exponential, log_decay_mask, make_directions
 from lion.ops.inductor import decayed, hinting, inner_products, outer_sum
 from lion.ops.modes import is_static, reuses_memory
-from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.settings import Settings
+from lion.ops.tokens import Sums, Tokens, pad_segments
 
-Scale = Callable[[Tensor | None], Tensor | float]  # factor of each row (B, H, L, 1), from its sum (B, H, L)
 ALIGNMENT = 8  # keys; products with 200 take three quarters of the time of 197 on a CPU, and GPUs read rows of 16 bytes
 ALIGNED_ABOVE = 64  # keys; below, padding is not worth a copy
 
 
-def decayed_scores(q: Tensor, k: Tensor, directions: tuple[Direction, ...], include_diagonal: bool) -> Tensor:
-    """Return the scores under the decay mask, (B, H, .., L, L'), float32 or wider; compiled, of the dtype of q."""
-    log_mask, scores = log_decay_mask(directions, include_diagonal).squeeze(-1), inner_products(q, k)
+def full_sums(tokens: Tokens, settings: Settings) -> Sums:
+    """Compute `(Q K^T * M) V` and the row sums, dense in L, under one decay for all key dimensions."""
+    q = tokens.q
+    padding = padding_of(q.shape[2])
+    k = pad(tokens.k, padding)  # (B, H, L', D)
+    v = pad(tokens.v, padding)
+    segment = pad_segments(tokens.segment, padding)
+    if tokens.log_decay is None and tokens.bonus is None:
+        weights = undecayed_scores(q, k, segment, settings.direction)
+        return weighted_sum(weights, v, settings)
+    log_decay = no_decay(q) if tokens.log_decay is None else tokens.log_decay
+    directions = make_directions(pad(log_decay, padding), settings.decay_convention, settings.direction, q.dtype)
+    weights = decayed_scores(q, k, directions, segment, include_diagonal=tokens.bonus is None)
+    sums = weighted_sum(weights, v, settings)
+    if tokens.bonus is None:
+        return sums
+    return sums.plus(own_sums(tokens, settings)).rounded(v.dtype)
+
+
+def decayed_scores(
+    q: Tensor, k: Tensor, directions: tuple[Direction, ...], segment: Tensor | None, include_diagonal: bool
+) -> Tensor:
+    """Return the scores `Q K^T * M` (B, H, .., L, L'), float32 or wider; compiled, of the dtype of q."""
+    log_mask = log_decay_mask(directions, segment, include_diagonal, queries=q.shape[-2]).squeeze(-1)
+    scores = inner_products(q, k)
     if hinting():
         return decayed(scores, log_mask)
-    mask, scores = exponential(log_mask), scores.to(log_mask.dtype)
-    return scores.mul_(mask) if reuses_memory() else scores * mask
+    mask = exponential(log_mask)
+    scores = scores.to(mask.dtype)
+    if reuses_memory():
+        return scores.mul_(mask)
+    return scores * mask
 
 
-def masked_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L), dense in L, under a decay (b, H, L, 1)."""
-    q, length = tokens.q, tokens.q.shape[2]
-    k, v, log_decay, padding = aligned(*tokens[1:4])  # L' keys
-    index = pad_segments(tokens.segment_index, padding)
-    directions = make_directions(
-        log_decay, index, decay_convention=how.decay_convention, direction=how.direction, dtype=q.dtype
-    )
-    if padding:
-        directions = tuple(d.with_queries(length) for d in directions)
-    weights = decayed_scores(q, k, directions, how.include_diagonal)  # (B, H, L, L')
-    return weighted_sum(weights, v, rowsum=how.rowsum, dropout_p=dropout_p)
+def undecayed_scores(q: Tensor, k: Tensor, segment: Tensor | None, direction: str) -> Tensor:
+    """Return the scores (B, H, L, L') without decay, of which a segment or one direction masks pairs."""
+    length = q.shape[2]
+    place = torch.arange(k.shape[2], device=q.device)
+    scores = inner_products(q, k).to(torch.promote_types(q.dtype, torch.float32))
+    if segment is not None:
+        other = segment[:, :length, None] != segment[:, None]
+        scores = scores.masked_fill(other[:, None], 0)
+    if direction == "forward":
+        scores = scores.masked_fill(place[:length, None] < place, 0)
+    if direction == "backward":
+        scores = scores.masked_fill(place[:length, None] > place, 0)
+    return scores
 
 
-def undecayed_parts(tokens: TokenBlock, how: ScoreSettings, dropout_p: float) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) without decay, for scores with dropout.
-
-    Only segments and a single direction need a mask of pairs.
-    """
-    q, length = tokens.q, tokens.q.shape[2]
-    k, v, padding = aligned(*tokens[1:3])  # L' keys
-    index, place = pad_segments(tokens.segment_index, padding), torch.arange(length + padding, device=q.device)
-    weights = inner_products(q, k).to(tokens.gate.dtype)  # (B, H, L, L')
-    if index is not None:
-        weights = weights.masked_fill((index[:, :length, None] != index[:, None])[:, None], 0)
-    if how.direction != "both":
-        query = place[:length, None]
-        weights = weights.masked_fill(query < place if how.direction == "forward" else query > place, 0)
-    return weighted_sum(weights, v, rowsum=how.rowsum, dropout_p=dropout_p)
+def weighted_sum(scores: Tensor, v: Tensor, settings: Settings) -> Sums:
+    """Compute the numerator (B, H, .., L, E) and the row sum (B, H, .., L) from decayed scores (B, H, .., L, L')."""
+    row_sum = None
+    if settings.row_sums:
+        row_sum = scores.sum(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    if settings.dropout_p:
+        scores = F.dropout(scores, settings.dropout_p)
+    return Sums(scores.to(v.dtype) @ v, row_sum)
 
 
-def aligned(*xs: Tensor) -> tuple:
-    """Pad keys, values and decays (B, H, L, D) with zeros to a fast length for products; return all and the padding."""
-    length = xs[0].shape[2]
-    padding = 0 if is_static(length) and length <= ALIGNED_ABOVE else round_up(length, ALIGNMENT) - length
-    return (*(F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs), padding)
+def own_sums(tokens: Tokens, settings: Settings) -> Sums:
+    """Compute what each token reads from its own key, whose weight is `bonus`."""
+    q = tokens.q.to(tokens.bonus.dtype)
+    weight = (q * tokens.k * tokens.bonus).sum(-1)  # (B, H, L)
+    row_sum = weight if settings.row_sums else None
+    if settings.dropout_p:
+        weight = F.dropout(weight, settings.dropout_p)
+    return Sums(weight[..., None] * tokens.v, row_sum)
 
 
-def pad_segments(segment_index: Tensor | None, padding: int) -> Tensor | None:
-    """Extend segment numbers (B, L) by `padding` tokens, which belong to the last segment."""
-    if segment_index is None or not padding:
-        return segment_index
-    return pad_with_last(segment_index[..., None], padding).squeeze(-1)
+def product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute `Q (K^T V)` (B, H, L, E), the numerator of Lion-lit in both directions, linear in L."""
+    return q @ outer_sum(k, v)
 
 
-def weighted_sum(weights: Tensor, v: Tensor, *, rowsum: bool, dropout_p: float = 0.0) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) from decayed scores (B, H, L, L')."""
-    total = weights.sum(-1, dtype=torch.promote_types(weights.dtype, torch.float32)) if rowsum else None
-    if dropout_p:
-        weights = F.dropout(weights, dropout_p)
-    return weights.to(v.dtype) @ v, total
-
-
-def add_diagonal(
-    numerator: Tensor,
-    total: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bonus: Tensor | None,
-    wide: torch.dtype,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Add what each token reads from itself, for scores without a diagonal.
-
-    The weight of a token's own key is `bonus` (H, 1, D or 1), or 1.
-    """
-    weight = (q.to(wide) * k * (1 if bonus is None else bonus)).sum(-1)  # (B, H, L)
-    total = None if total is None else total + weight
-    if dropout_p:
-        weight = F.dropout(weight, dropout_p)
-    return (numerator + weight[..., None] * v).to(v.dtype), total
-
-
-def product_parts(
-    q: Tensor, k: Tensor, v: Tensor, *, rowsum: bool, scale: Scale | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute numerator and row sum without a mask, `Q (K^T V)` and `Q sum(K)`, linear in L.
-
-    This is Lion-lit in both directions. Rows are multiplied by `scale` of their sums before the product, in the kernel
-    that maps q, and not after it.
-    """
+def product_row_sum(q: Tensor, k: Tensor) -> Tensor:
+    """Compute `Q sum(K)` (B, H, L), the row sums of Lion-lit in both directions."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    total = (q.to(wide) * k.sum(-2, keepdim=True, dtype=wide)).sum(-1) if rowsum else None
-    if scale is not None:
-        q = (q * scale(total)).to(q.dtype)
-    return q @ outer_sum(k, v), total
+    z = k.sum(-2, keepdim=True, dtype=wide)
+    return (q.to(wide) * z).sum(-1)
+
+
+def padding_of(length: int) -> int:
+    """Return the number of keys that extend `length` to a fast length for products."""
+    if is_static(length) and length <= ALIGNED_ABOVE:
+        return 0
+    return round_up(length, ALIGNMENT) - length
+
+
+def pad(x: Tensor, padding: int) -> Tensor:
+    """Append `padding` zeros to tokens x (.., L, D): keys of 0 add nothing."""
+    if not padding:
+        return x
+    return F.pad(x, (0, 0, 0, padding))

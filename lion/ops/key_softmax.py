@@ -13,7 +13,7 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
 from lion.ops.decay import exp_where
-from lion.ops.features import apply_feature_map
 from lion.ops.rotary import rotate
-from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.settings import Settings
+from lion.ops.tokens import Sums, Tokens, featurize, mask_tokens, optional
 
 
 class RunningSoftmax(NamedTuple):
@@ -41,77 +41,85 @@ class RunningSoftmax(NamedTuple):
     S: Tensor
 
 
-def one_scan_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler: Callable) -> tuple[Tensor, None]:
-    """Compute the outputs (B, H, L, E) by one scan of each sequence.
-
-    `tokens.gate` holds the angles (b, h, L, D/2), or (b, h, L, 0) without rotation.
-    """
+def one_scan_sums(tokens: Tokens, settings: Settings, compiler: Callable) -> Sums:
+    """Compute the outputs (B, H, L, E) by one scan of each sequence, `chunk_size` tokens per step."""
     out = torch.empty_like(tokens.v, dtype=sum_dtype(tokens.v), memory_format=torch.contiguous_format)
-    for rows, start, count in sequences(tokens):
-        state, end = None, start + count
-        pieces = [(place, min(how.chunk_size, end - place)) for place in range(start, end, how.chunk_size)]
-        for place, size in pieces:
-            piece = cut(tokens, rows, place, size)
-            state = initial_state(piece) if state is None else state
-            state = (compiler(advance) if size == how.chunk_size else advance)(state, piece)
-            del piece  # free this memory before the next piece
-        S = normalised(state)
-        for place, size in pieces:
-            piece = cut(tokens, rows, place, size)
-            y = (compiler(read) if size == how.chunk_size else read)(S, piece)
-            out[rows, :, place : place + size] = y.to(out.dtype)
-            del piece, y
-    return out, None
-
-
-def sequences(tokens: TokenBlock) -> Iterator[tuple[slice, int, int]]:
-    """Yield the rows, the first token and the number of tokens of each sequence.
-
-    Rows without segments form one entry together. With segments, each segment is a separate entry.
-    """
-    length = tokens.q.shape[2]
-    if tokens.segment_index is None:
-        yield slice(None), 0, length
-        return
-    for row, index in enumerate(tokens.segment_index.tolist()):
-        starts = [0, *(t for t in range(1, length) if index[t] != index[t - 1]), length]
+    if tokens.segment is None:
+        one_sequence(tokens, out, 0, tokens.q.shape[2], settings.chunk_size, compiler)
+        return Sums(out, None)
+    for row, starts in enumerate(sequence_starts(tokens.segment)):
+        own = row_of(tokens, row)
         for start, end in pairwise(starts):
-            yield slice(row, row + 1), start, end - start
+            one_sequence(own, out[row : row + 1], start, end, settings.chunk_size, compiler)
+    return Sums(out, None)
 
 
-def cut(tokens: TokenBlock, rows: slice, start: int, size: int) -> TokenBlock:
-    """Return `size` tokens of some rows, from token `start`; a gate that all rows share stays shared."""
-    parts = tokens._replace(segment_index=None).slice(start, size)
-    if rows != slice(None):
-        gate = parts.gate if len(parts.gate) == 1 else parts.gate[rows]
-        valid = None if parts.valid is None else parts.valid[rows]
-        parts = TokenBlock(*(x[rows] for x in parts[:3]), gate, valid, None, parts.feature_map)
-    return parts.contiguous()
+def one_sequence(tokens: Tokens, out: Tensor, start: int, end: int, size: int, compiler: Callable) -> None:
+    """Write the outputs of the tokens from `start` to `end`, one sequence in each row, into `out` (B, H, L, E)."""
+    state = None
+    for place in range(start, end, size):
+        count = min(size, end - place)
+        piece = tokens.slice(place, count)
+        if state is None:
+            state = initial_state(piece)
+        one = compiler(advance) if count == size else advance
+        state = one(state, piece)
+        del piece  # free this memory before the next piece
+    S = normalised(state)
+    for place in range(start, end, size):
+        count = min(size, end - place)
+        piece = tokens.slice(place, count)
+        one = compiler(read) if count == size else read
+        out[:, :, place : place + count] = one(S, piece).to(out.dtype)
+        del piece
 
 
-def initial_state(tokens: TokenBlock) -> RunningSoftmax:
+def sequence_starts(segment: Tensor) -> list[list[int]]:
+    """Return for each row the first tokens of its segments (B, L), and the length."""
+    rows = []
+    for row in segment.tolist():
+        starts = [0]
+        for place in range(1, len(row)):
+            if row[place] != row[place - 1]:
+                starts.append(place)
+        rows.append([*starts, len(row)])
+    return rows
+
+
+def row_of(tokens: Tokens, row: int) -> Tokens:
+    """Return one row without its segments; angles that all rows share stay shared."""
+    here = slice(row, row + 1)
+    one = tokens.map(lambda x: x if len(x) == 1 else x[here])
+    return one._replace(valid=optional(lambda mask: mask[here], tokens.valid), segment=None)
+
+
+def initial_state(tokens: Tokens) -> RunningSoftmax:
     """Return the running softmax of no tokens."""
     k, v = tokens.k, tokens.v
     wide = torch.promote_types(k.dtype, torch.float32)
     s = k.new_zeros(*k.shape[:2], 1, k.shape[-1], dtype=wide)
-    states = 2 if tokens.gate.shape[-1] else 1
+    states = 1 if tokens.angles is None else 2
     S = k.new_zeros(*k.shape[:2], states * k.shape[-1], v.shape[-1], dtype=wide)
     return RunningSoftmax(torch.full_like(s, -torch.inf), s, S)
 
 
-def advance(state: RunningSoftmax, tokens: TokenBlock) -> RunningSoftmax:
+def advance(state: RunningSoftmax, tokens: Tokens) -> RunningSoftmax:
     """Return the state after C more tokens."""
     wide = state.s.dtype
-    k, v, angles = masked_keys(tokens, wide), masked(tokens.v, tokens.valid).to(wide), tokens.gate
+    k = masked_keys(tokens, wide)
+    v = mask_tokens(tokens.v, tokens.valid).to(wide)
     m = torch.maximum(state.m, k.detach().amax(-2, keepdim=True))
     top = finite(m)
     kept = exp_where(state.m - top)  # (B, H, 1, D)
     weights = exp_where(k - top)  # (B, H, C, D)
     s = kept * state.s + weights.sum(-2, keepdim=True)
-    if angles.shape[-1]:
-        angles = masked(angles, tokens.valid)
-        cos, sin = (torch.cat([x, x], -1).to(wide) for x in (angles.cos(), angles.sin()))
-        weights, kept = torch.cat([weights * cos, weights * sin], -1), torch.cat([kept, kept], -1)
+    if tokens.angles is not None:
+        angles = mask_tokens(tokens.angles, tokens.valid)
+        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
+        of_cos = weights * torch.cat([cos, cos], -1)
+        of_sin = weights * torch.cat([sin, sin], -1)
+        weights = torch.cat([of_cos, of_sin], -1)
+        kept = torch.cat([kept, kept], -1)
     return RunningSoftmax(m, s, kept.mT * state.S + weights.mT @ v)
 
 
@@ -120,32 +128,28 @@ def normalised(state: RunningSoftmax) -> Tensor:
     s = divisor(state.s).mT  # (B, H, D, 1)
     if state.S.shape[-2] == s.shape[-2]:
         return state.S / s
-    (cos_real, cos_imaginary), (sin_real, sin_imaginary) = ((S / s).chunk(2, -2) for S in state.S.chunk(2, -2))
+    of_cos, of_sin = state.S.chunk(2, -2)
+    cos_real, cos_imaginary = (of_cos / s).chunk(2, -2)
+    sin_real, sin_imaginary = (of_sin / s).chunk(2, -2)
     return torch.cat([cos_real - sin_imaginary, sin_real + cos_imaginary], -2)
 
 
-def read(S: Tensor, tokens: TokenBlock) -> Tensor:
+def read(S: Tensor, tokens: Tokens) -> Tensor:
     """Return the outputs (B, H, C, E) of C tokens, which read the normalised state S (B, H, D, E)."""
-    q, angles = queries(tokens).to(S.dtype), tokens.gate
-    return (rotate(q, masked(angles, tokens.valid)) if angles.shape[-1] else q) @ S
+    q = queries(tokens).to(S.dtype)
+    if tokens.angles is not None:
+        q = rotate(q, mask_tokens(tokens.angles, tokens.valid))
+    return q @ S
 
 
-def queries(tokens: TokenBlock) -> Tensor:
+def queries(tokens: Tokens) -> Tensor:
     """Return q after the feature map, with 0 for invalid tokens."""
-    return masked(apply_feature_map(tokens.feature_map, masked(tokens.q, tokens.valid)), tokens.valid)
+    return mask_tokens(featurize(tokens.q, tokens.feature_map, tokens.valid), tokens.valid)
 
 
-def masked_keys(tokens: TokenBlock, wide: torch.dtype) -> Tensor:
+def masked_keys(tokens: Tokens, wide: torch.dtype) -> Tensor:
     """Return k as logits, with minus infinity for invalid tokens."""
-    return masked(tokens.k.to(wide), tokens.valid, -torch.inf)
-
-
-def masked(x: Tensor, valid: Tensor | None, value: float = 0.0) -> Tensor:
-    """Return x (b, h, L, D) with `value` in all invalid tokens.
-
-    Values are selected, not multiplied, because padding may hold NaN.
-    """
-    return x if valid is None else x.masked_fill(~valid[:, None, :, None], value)
+    return mask_tokens(tokens.k.to(wide), tokens.valid, -torch.inf)
 
 
 def finite(m: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.api import linear_attention_parts, normalized
+from lion.ops.api import linear_attention_parts
 from lion.ops.arguments import (
     Gates,
     check_gates,
@@ -30,12 +30,13 @@ from lion.ops.arguments import (
     sum_dtype,
 )
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
-from lion.ops.full import aligned, weighted_sum
+from lion.ops.full import pad, padding_of, weighted_sum
 from lion.ops.inductor import inner_products
 from lion.ops.modes import may_wait
+from lion.ops.scale import normalized
 from lion.ops.segments import check_masks
 from lion.ops.settings import DEFAULTS, Settings, resolve_form, with_fields
-from lion.ops.tokens import TokenBlock
+from lion.ops.tokens import Sums, Tokens, featurize, mask_tokens
 
 
 def multi_scan_attention(
@@ -87,33 +88,43 @@ def multi_scan_attention(
         check_gates(q, Gates(log_decay), settings)
         check_values(Gates(log_decay), valid)
 
-    q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
+    q = featurize(q, settings.phi, valid)
+    k = featurize(k, settings.phi, valid)
     settings = replace(settings, feature_map=None)
-    scalar = all(a.dim() in (1, 3) for a in log_decays)
     merged = settings.scan_merge == "masks"
+    scalar = all(log_decay.dim() in (1, 3) for log_decay in log_decays)
     one_product = scalar and merged and settings.decay_convention != "between" and settings.normalize != "pre"
     if one_product and resolve_form(settings.form, length, True, settings.dropout_p) == "full":
-        return normalized(*mean_mask_parts(q, k, v, log_decays, orders, valid, settings), settings, dim).to(v.dtype)
-    scans = [scan_parts(q, k, v, *scan, valid, settings) for scan in zip(log_decays, orders)]
+        sums = mean_mask_sums(q, k, v, log_decays, orders, valid, settings)
+        return normalized(sums, settings, dim).to(v.dtype)
+    scans = []
+    for log_decay, order in zip(log_decays, orders):
+        scans.append(scan_sums(q, k, v, log_decay, order, valid, settings))
     if not merged:
-        return mean([normalized(*parts, settings, dim) for parts in scans]).to(v.dtype)
-    numerators, totals = zip(*scans)
-    total = None if totals[0] is None else mean(totals)
-    return normalized(mean(numerators), total, settings, dim).to(v.dtype)
+        return mean([normalized(sums, settings, dim) for sums in scans]).to(v.dtype)
+    row_sum = None
+    if settings.row_sums:
+        row_sum = mean([sums.row_sum for sums in scans])
+    numerator = mean([sums.numerator for sums in scans])
+    return normalized(Sums(numerator, row_sum), settings, dim).to(v.dtype)
 
 
-def scan_parts(
+def scan_sums(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, order: Tensor, valid: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) of one scan, in the original order of the tokens."""
-    q, k, v = (x.index_select(2, order) for x in (q, k, v))
-    valid = None if valid is None else valid.index_select(1, order)
-    parts = linear_attention_parts(q, k, v, in_scan_order(log_decay, order), valid=valid, settings=settings)
+) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) of one scan, in the original order of the tokens."""
+    q, k, v = q.index_select(2, order), k.index_select(2, order), v.index_select(2, order)
+    if valid is not None:
+        valid = valid.index_select(1, order)
+    sums = linear_attention_parts(q, k, v, in_scan_order(log_decay, order), valid=valid, settings=settings)
     back = positions_in(order)
-    return tuple(None if x is None else x.index_select(2, back) for x in parts)
+    row_sum = sums.row_sum
+    if row_sum is not None:
+        row_sum = row_sum.index_select(2, back)
+    return Sums(sums.numerator.index_select(2, back), row_sum)
 
 
-def mean_mask_parts(
+def mean_mask_sums(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,36 +132,45 @@ def mean_mask_parts(
     orders: Tensor,
     valid: Tensor | None,
     settings: Settings,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) under the mean of the masks of all scans.
+) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) under the mean of the masks of all scans.
 
     The tokens stay in their original order. Only their cumulative decays are reordered.
     """
-    masks, length = [], q.shape[2]
-    convention = settings.decay_convention
+    length = q.shape[2]
+    padding = padding_of(length)
     with no_autocast(q):
-        tokens = TokenBlock(q, k, v, expand_decay(None, q), valid).masked()
-        q = tokens.q.to(sum_dtype(q))
-        k, v, padding = aligned(*(x.to(sum_dtype(x)) for x in tokens[1:3]))
+        tokens = Tokens(q, k, v, valid=valid).masked()
+        tokens = tokens.to(sum_dtype(q))
+        k = pad(tokens.k, padding)  # (B, H, L', D)
+        v = pad(tokens.v, padding)
+        masks = []
         for log_decay, order in zip(log_decays, orders):
-            positions, decays = positions_in(order), expand_decay(log_decay, tokens.q)
-            if valid is not None:
-                decays = decays.masked_fill(~valid[:, None, :, None], 0)
-            decays = decays.index_select(2, order)
-            directions = make_directions(decays, None, decay_convention=convention, direction=settings.direction)
-            directions = tuple(d.map(lambda t, back=positions: t.index_select(2, back)) for d in directions)
-            if padding:
-                directions = tuple(d.map(lambda t: pad_with_last(t, padding)).with_queries(length) for d in directions)
-                positions = torch.cat([positions, torch.arange(length, length + padding, device=q.device)])
-            masks.append(decay_mask(directions, positions=positions).squeeze(-1))  # (b, H, L, L')
-        weights = inner_products(q, k).to(masks[0].dtype) * mean(masks)
-        rowsum = settings.normalize != "none"
-        return weighted_sum(weights, v, rowsum=rowsum, dropout_p=settings.dropout_p)
+            decays = mask_tokens(expand_decay(log_decay, tokens.q), valid)
+            masks.append(scan_mask(decays, order, padding, settings))
+        scores = inner_products(tokens.q, k).to(masks[0].dtype)
+        return weighted_sum(scores * mean(masks), v, settings)
+
+
+def scan_mask(log_decay: Tensor, order: Tensor, padding: int, settings: Settings) -> Tensor:
+    """Return the mask (b, H, L, L') of one scan, in the original order of the tokens, with `padding` more keys."""
+    length = len(order)
+    positions = positions_in(order)
+    log_decay = log_decay.index_select(2, order)
+    back = torch.cat([positions, torch.arange(length, length + padding, device=order.device)])
+    directions = []
+    for direction in make_directions(log_decay, settings.decay_convention, settings.direction):
+        query = pad_with_last(direction.query.index_select(-2, positions), padding)
+        key = pad_with_last(direction.key.index_select(-2, positions), padding)
+        directions.append(direction._replace(query=query, key=key))
+    return decay_mask(tuple(directions), queries=length, positions=back).squeeze(-1)
 
 
 def in_scan_order(log_decay: Tensor, order: Tensor) -> Tensor:
     """Return decays in the order of a scan; decays of a whole head do not depend on the order."""
-    return log_decay if log_decay.dim() < 3 else log_decay.index_select(2, order)
+    if log_decay.dim() < 3:
+        return log_decay
+    return log_decay.index_select(2, order)
 
 
 def positions_in(order: Tensor) -> Tensor:

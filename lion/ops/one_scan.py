@@ -12,6 +12,8 @@ decay (`lion.layers.mixers.lightnet`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -19,13 +21,13 @@ from lion.ops.api import linear_attention
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
 from lion.ops.decay import exp_where
 from lion.ops.inductor import outer_sum
-from lion.ops.key_softmax import divisor, finite, masked, masked_keys, queries
+from lion.ops.key_softmax import divisor, finite, masked_keys, queries
 from lion.ops.modes import exporting
 from lion.ops.piecewise import PIECE, PIECES, WHOLE, in_pieces
 from lion.ops.rotary import rotate
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import Settings, resolve_form
-from lion.ops.tokens import ScoreSettings, TokenBlock
+from lion.ops.tokens import Tokens, mask_tokens
 
 
 def one_scan_attention(
@@ -61,65 +63,75 @@ def one_scan_attention(
     """
     settings = Settings(form=form, chunk_size=chunk_size, feature_map=feature_map, normalize="none")
     check_tokens(q, k, v)
-    check_gates(q, Gates(None, angles=angles), settings)
-    form, length = resolve_form(form, q.shape[2], decays=False), q.shape[2]
+    check_gates(q, Gates(angles=angles), settings)
+    form = resolve_form(form, q.shape[2], decays=False)
     with no_autocast(q):
-        index, valid = prepared(q, valid, segments)
-        tokens = TokenBlock(q, k, v, turning(q, angles), valid, index, feature_map)
-        at_once = torch.is_grad_enabled() or exporting()
-        size = chunk_size if form == "rnn" else chunk_size * PIECES.get(q.device.type, PIECE)
-        if form == "rnn":
-            scans = index is None or not (
-                at_once and torch.compiler.is_compiling()
-            )  # a graph does not know where segments end
-        else:
-            scans = form == "chunk" and index is None and not at_once and length > WHOLE * chunk_size
-        if scans:
-            how = ScoreSettings("one_scan", "target", "both", True, False, size)
-            return in_pieces(tokens, None, how)[0].to(v.dtype)
+        masks = prepared(q, valid, segments)
+        tokens = Tokens(q, k, v, valid=masks.valid, segment=masks.index, feature_map=feature_map, angles=by_row(angles))
+        if scans(tokens, settings, form):
+            if form == "chunk":
+                settings = replace(settings, chunk_size=chunk_size * PIECES.get(q.device.type, PIECE))
+            return in_pieces(tokens, settings, "one_scan").numerator.to(v.dtype)
         return product(tokens, chunk_size).to(v.dtype)
 
 
-def turning(q: Tensor, angles: Tensor | None) -> Tensor:
-    """Return angles as a gate of tokens q (B, H, L, D), (b, h, L, D/2); (1, 1, L, 0) without angles."""
-    return q.new_zeros(1, 1, q.shape[2], 0) if angles is None else angles[(None,) * (4 - angles.dim())]
+def scans(tokens: Tokens, settings: Settings, form: str) -> bool:
+    """Return whether the tokens are scanned; otherwise the product is computed from right to left."""
+    at_once = torch.is_grad_enabled() or exporting()
+    if form == "rnn":  # a graph does not know where segments end
+        return tokens.segment is None or not (at_once and torch.compiler.is_compiling())
+    long = tokens.q.shape[2] > WHOLE * settings.chunk_size
+    return form == "chunk" and tokens.segment is None and not at_once and long
 
 
-def product(tokens: TokenBlock, chunk_size: int) -> Tensor:
+def by_row(angles: Tensor | None) -> Tensor | None:
+    """Return angles (.., L, D/2) as (b, h, L, D/2)."""
+    if angles is None:
+        return None
+    return angles[(None,) * (4 - angles.dim())]
+
+
+def product(tokens: Tokens, chunk_size: int) -> Tensor:
     """Compute the product from right to left, (B, H, L, E).
 
     With segments the product is computed in chunks, never as an L x L matrix.
     """
-    index = tokens.segment_index
     k = masked_keys(tokens, torch.promote_types(tokens.k.dtype, torch.float32))
-    if index is not None:
-        return weighted(tokens, segment_softmax(k, index), chunk_size)
+    if tokens.segment is not None:
+        return weighted(tokens, segment_softmax(k, tokens.segment), chunk_size)
     weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)
     s = divisor(weights.sum(-2, keepdim=True))
-    if tokens.gate.shape[-1]:
+    if tokens.angles is not None:
         return weighted(tokens, weights / s, chunk_size)
-    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, tokens.valid)))
+    q, v = queries_and_values(tokens)
     return q @ (outer_sum(weights.to(v.dtype), v) / s.mT).to(v.dtype)  # the smallest tensor is divided, (B, H, D, E)
 
 
-def weighted(tokens: TokenBlock, weights: Tensor, chunk_size: int) -> Tensor:
+def queries_and_values(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return the mapped queries and the values, with 0 for invalid tokens, in the dtype of sums."""
+    q = queries(tokens)
+    v = mask_tokens(tokens.v, tokens.valid)
+    return q.to(sum_dtype(q)), v.to(sum_dtype(v))
+
+
+def weighted(tokens: Tokens, weights: Tensor, chunk_size: int) -> Tensor:
     """Return the outputs (B, H, L, E) for normalised keys `weights` (B, H, L, D), which are rotated here."""
-    angles, valid, index = tokens.gate, tokens.valid, tokens.segment_index
-    q, v = (x.to(sum_dtype(x)) for x in (queries(tokens), masked(tokens.v, valid)))
-    if angles.shape[-1]:
-        angles = masked(angles, valid)
-        weights, q = rotate(weights, angles), rotate(q, angles)
+    q, v = queries_and_values(tokens)
+    if tokens.angles is not None:
+        angles = mask_tokens(tokens.angles, tokens.valid)
+        weights = rotate(weights, angles)
+        q = rotate(q, angles)
     weights = weights.to(v.dtype)
-    if index is None:
+    if tokens.segment is None:
         return q @ outer_sum(weights, v)
-    segments = SegmentIndex(index, valid)
+    segments = SegmentIndex(tokens.segment, tokens.valid)
     return linear_attention(q, weights, v, segments=segments, normalize="none", scale=1.0, chunk_size=chunk_size)
 
 
-def segment_softmax(k: Tensor, segment_index: Tensor) -> Tensor:
+def segment_softmax(k: Tensor, segment: Tensor) -> Tensor:
     """Compute the softmax of k (B, H, L, D) over the tokens of each segment; a row has at most L segments."""
     batch, heads, length, dim = k.shape
-    index = segment_index[:, None, :, None].expand_as(k)
+    index = segment[:, None, :, None].expand_as(k)
     none = k.new_zeros(batch, heads, length + 1, dim)
     m = (none - torch.inf).scatter_reduce(2, index, k.detach(), "amax")
     weights = exp_where(k - finite(m.gather(2, index)))

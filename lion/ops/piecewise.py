@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,15 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lion.ops.arguments import no_autocast, sum_dtype
-from lion.ops.chunk import EnteringState, chunk_parts
-from lion.ops.decay import make_directions, scan_directions
-from lion.ops.delta import delta_parts
-from lion.ops.full import add_diagonal
-from lion.ops.key_softmax import one_scan_loop
+from lion.ops.chunk import chunk_sums
+from lion.ops.delta import delta_rnn_sums
+from lion.ops.key_softmax import one_scan_sums
 from lion.ops.modes import exporting
-from lion.ops.rnn import Compiler, eager, next_state, rnn_parts
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, initial_state
-from lion.ops.vector import chunk_vector_parts
+from lion.ops.rnn import Compiler, eager, empty_state, next_state, rnn_sums, segment_at
+from lion.ops.settings import Settings
+from lion.ops.tokens import EnteringState, Sums, Tokens
 
 WHOLE = 16  # most chunks that are processed at once; more are cut into pieces
 PIECES = {"cpu": 6}  # chunks per piece: takes 3 MiB beyond the output of DeiT-T's layer at 6,085 tokens
@@ -34,95 +33,84 @@ PIECE = 64  # chunks per piece on a GPU, which would idle between smaller pieces
 BACKEND = "inductor"  # compiles the function that processes a piece
 
 log = logging.getLogger("lion")
-Parts = tuple[Tensor, Tensor | None]
 
 
-def in_pieces(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings) -> Parts:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) of a form in `LOOPS`.
-
-    Without `how.include_diagonal`, the weight of a token's own key is `bonus` (H, 1, D or 1), or 1.
-    """
+def in_pieces(tokens: Tokens, settings: Settings, form: str) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) of a form in `LOOPS`."""
     at_once = torch.is_grad_enabled() or exporting()
-    if how.form == "chunk" and (at_once or tokens.q.shape[2] <= WHOLE * how.chunk_size):
-        return chunk_piece(tokens, bonus, how)[:2]
+    if form == "chunk" and (at_once or tokens.q.shape[2] <= WHOLE * settings.chunk_size):
+        return chunk_sums(tokens, settings)[0]
     if at_once or not torch.compiler.is_compiling():
-        return LOOPS[how.form](tokens, bonus, how, eager)
-    numerator, total = loop(*tokens, bonus, *how)
-    return numerator, total if how.rowsum else None
+        return LOOPS[form](tokens, settings, eager)
+    numerator, row_sum = loop(
+        **tokens._asdict(),
+        form=form,
+        direction=settings.direction,
+        normalize=settings.normalize,
+        decay_convention=settings.decay_convention,
+        chunk_size=settings.chunk_size,
+        undecayed_erase=settings.undecayed_erase,
+    )
+    return Sums(numerator, row_sum if settings.row_sums else None)
 
 
-def chunk_piece(
-    tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, entering: tuple[EnteringState, ...] = ()
-) -> tuple[Tensor, Tensor | None, list[State]]:
-    """Compute the numerator and the row sum of tokens in chunks.
-
-    With states that enter in each direction, the third result holds the states that leave.
-    """
-    tokens = tokens.masked()
-    parts = chunk_vector_parts if tokens.gate.shape[-1] > 1 else chunk_parts
-    numerator, total, leaving = parts(tokens, how, entering)
-    if not how.include_diagonal:
-        q, k, v, log_decay = tokens[:4]
-        numerator, total = add_diagonal(numerator, total, q, k, v, bonus, log_decay.dtype)
-    return numerator, total, leaving
-
-
-def state_backward(tokens: TokenBlock, entering: EnteringState, how: ScoreSettings) -> State:
-    """Return the state that leaves these tokens on the left."""
-    _, k, v, log_decay, _, index = tokens.masked().to(entering.S.dtype)[:6]
-    (backward,) = make_directions(log_decay, index, decay_convention=how.decay_convention, direction="backward")
-    backward = backward._replace(start=backward.start.in_segment(entering.segment))
-    return next_state(backward, k, v, State(entering.S, entering.z))
-
-
-def chunk_loop(tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, compiler: Compiler) -> Parts:
-    length, names = tokens.q.shape[2], scan_directions(how.direction)
-    count = -(-length // how.chunk_size)
+def chunk_loop(tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
+    """Compute the chunk form piece by piece: first the states from the right, then all outputs from the left."""
+    length = tokens.q.shape[2]
+    count = -(-length // settings.chunk_size)
     pieces = -(-count // PIECES.get(tokens.q.device.type, PIECE))
-    size = how.chunk_size * -(-count // pieces)  # pieces of equal size, so that little is padding
+    size = settings.chunk_size * -(-count // pieces)  # pieces of equal size, so that little is padding
     if length % size and tokens.valid is None:  # masks the padding of the last piece: all pieces have one shape
-        tokens = tokens._replace(valid=torch.ones(*tokens.q.shape[:3:2], dtype=torch.bool, device=tokens.q.device))
-
-    def piece(n: int) -> TokenBlock:
-        here = min(size, length - n * size)
-        part = tokens.slice(n * size, here)
-        return (part if here == size else part.padded(size - here)).contiguous()
-
-    def segment(part: TokenBlock, token: int) -> Tensor | None:
-        return None if part.segment_index is None else part.segment_index[:, token].contiguous()
-
-    empty = initial_state(tokens.k, tokens.v)
-    left = EnteringState(*empty, segment(tokens, 0))
-    right = {pieces - 1: EnteringState(*empty, segment(tokens, -1))}  # by piece, the state from the right
-    for n in range(pieces - 1, 0, -1) if "backward" in names else ():
-        part = piece(n)
-        right[n - 1] = EnteringState(*compiler(state_backward)(part, right[n], how), segment(part, 0))
-
+        valid = torch.ones(tokens.q.shape[0], length, dtype=torch.bool, device=tokens.q.device)
+        tokens = tokens._replace(valid=valid)
+    from_right = states_from_right(tokens, settings, size, pieces, compiler)
     numerator = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
-    total = tokens.k.new_empty(tokens.k.shape[:3], dtype=empty.S.dtype) if how.rowsum else None
+    row_sum = None
+    if settings.row_sums:
+        row_sum = tokens.k.new_empty(tokens.k.shape[:3], dtype=torch.promote_types(tokens.k.dtype, torch.float32))
+    left = empty_state(tokens, replace(settings, direction="forward"))
     for n in range(pieces):
-        part = piece(n)
-        sides = {"forward": left, "backward": right.pop(n, None)}
-        y, row, leaving = compiler(chunk_piece)(part, bonus, how, tuple(sides[name] for name in names))
-        if "forward" in names:
-            left = EnteringState(*leaving[0], segment(part, -1))
+        piece = piece_of(tokens, n, size)
+        entering = []
+        if settings.direction != "backward":
+            entering.append(left)
+        if settings.direction != "forward":
+            entering.append(from_right.pop(n))
+        sums, leaving = compiler(chunk_sums)(piece, settings, tuple(entering))
+        if settings.direction != "backward":
+            left = EnteringState(leaving[0].S, leaving[0].z, segment_at(piece, -1))
         here = slice(n * size, min((n + 1) * size, length))
-        numerator[:, :, here] = y[:, :, : length - n * size]
-        if how.rowsum:
-            total[:, :, here] = row[..., : length - n * size]
-        del part, y, row, leaving, sides  # free this memory before the next piece
-    return numerator, total
+        numerator[:, :, here] = sums.numerator[:, :, : length - n * size]
+        if row_sum is not None:
+            row_sum[:, :, here] = sums.row_sum[..., : length - n * size]
+        del piece, sums, leaving, entering  # free this memory before the next piece
+    return Sums(numerator, row_sum)
 
 
-def delta_loop(tokens: TokenBlock, bonus: None, how: ScoreSettings, compiler: Compiler) -> Parts:
-    return delta_parts(tokens, how, compiler)
+def states_from_right(
+    tokens: Tokens, settings: Settings, size: int, pieces: int, compiler: Compiler
+) -> dict[int, EnteringState]:
+    """Return the states that enter each piece from the right; none in the forward direction."""
+    if settings.direction == "forward":
+        return {}
+    backward = replace(settings, direction="backward")
+    states = {pieces - 1: empty_state(tokens, backward)}
+    for n in range(pieces - 1, 0, -1):
+        states[n - 1] = compiler(next_state)(piece_of(tokens, n, size), backward, states[n])
+    return states
 
 
-LOOPS: dict[str, Callable[..., Parts]] = {
+def piece_of(tokens: Tokens, n: int, size: int) -> Tokens:
+    """Return piece n of `size` tokens; the last one is padded."""
+    here = min(size, tokens.q.shape[2] - n * size)
+    return tokens.slice(n * size, here).padded(size - here)
+
+
+LOOPS: dict[str, Callable[[Tokens, Settings, Compiler], Sums]] = {
     "chunk": chunk_loop,
-    "rnn": rnn_parts,
-    "delta_rnn": delta_loop,
-    "one_scan": one_scan_loop,
+    "rnn": rnn_sums,
+    "delta_rnn": delta_rnn_sums,
+    "one_scan": one_scan_sums,
 }
 
 
@@ -159,28 +147,36 @@ def loop(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gate: Tensor,
+    log_decay: Tensor | None,
     valid: Tensor | None,
-    segment_index: Tensor | None,
+    segment: Tensor | None,
     feature_map: str | None,
+    bonus: Tensor | None,
+    angles: Tensor | None,
     beta: Tensor | None,
     erase: Tensor | None,
     read: Tensor | None,
-    bonus: Tensor | None,
     form: str,
-    decay_convention: str,
     direction: str,
-    include_diagonal: bool,
-    rowsum: bool,
+    normalize: str,
+    decay_convention: str,
     chunk_size: int,
     undecayed_erase: bool,
 ) -> tuple[Tensor, Tensor]:
     """Run a loop as one operator of a graph, without gradients; without row sums, the second result is empty."""
-    tokens = TokenBlock(q, k, v, gate, valid, segment_index, feature_map, beta, erase, read)
-    how = ScoreSettings(form, decay_convention, direction, include_diagonal, rowsum, chunk_size, undecayed_erase)
+    tokens = Tokens(q, k, v, log_decay, valid, segment, feature_map, bonus, angles, beta, erase, read)
+    settings = Settings(
+        direction=direction,
+        normalize=normalize,
+        decay_convention=decay_convention,
+        chunk_size=chunk_size,
+        undecayed_erase=undecayed_erase,
+    )
     with no_autocast(q):  # a graph runs this operator outside of its caller's `no_autocast`
-        numerator, total = LOOPS[form](tokens, bonus, how, compiled)
-    return numerator, k.new_empty(0) if total is None else total
+        sums = LOOPS[form](tokens, settings, compiled)
+    if sums.row_sum is None:
+        return sums.numerator, k.new_empty(0)
+    return sums.numerator, sums.row_sum
 
 
 @loop.register_fake
@@ -188,21 +184,23 @@ def _(
     q,
     k,
     v,
-    gate,
+    log_decay,
     valid,
-    segment_index,
+    segment,
     feature_map,
+    bonus,
+    angles,
     beta,
     erase,
     read,
-    bonus,
     form,
-    decay_convention,
     direction,
-    include_diagonal,
-    rowsum,
+    normalize,
+    decay_convention,
     chunk_size,
     undecayed_erase,
 ):
-    total = k.new_empty(k.shape[:3] if rowsum else (0,), dtype=gate.dtype if rowsum else k.dtype)
-    return torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format), total
+    numerator = torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)
+    if normalize == "none":
+        return numerator, k.new_empty(0)
+    return numerator, k.new_empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32))

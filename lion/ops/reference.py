@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import expand_decay
+from lion.ops.arguments import expand_decay, no_decay
 
 
 def reference_attention(
@@ -39,7 +39,7 @@ def reference_attention(
     """
     batch, heads, length, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
-    log_decay = expand_decay(log_decay, q)
+    log_decay = no_decay(q) if log_decay is None else expand_decay(log_decay, q)
     log_decay = torch.where(log_decay > 0, 0.0, log_decay).to(q.dtype).expand(batch, heads, length, dim)
     bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
     delta = any(x is not None for x in (beta, erase, read))

@@ -7,22 +7,22 @@
 of them counts half of `q_i k_i`, so that the diagonal is counted once.
 
 Each step takes the next `chunk_size` tokens from the left and from the right. With one token per step, the loop is the
-recurrence as printed. Beyond the outputs, memory is the states and one row sum per token.
+recurrence as printed (`one_token`). Beyond the outputs, memory is the states and one row sum per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import sum_dtype
-from lion.ops.decay import Direction, bounded, decay, exp_where, make_directions, query_and_key, scan_directions
-from lion.ops.full import decayed_scores
-from lion.ops.tokens import ScoreSettings, State, TokenBlock, flip, initial_state
-from lion.ops.vector_scores import vector_scores
+from lion.ops.arguments import no_decay, sum_dtype
+from lion.ops.chunk import chunk_sums
+from lion.ops.decay import Direction, bounded, exp_where, includes_query_decay, make_directions, scan_directions
+from lion.ops.settings import Settings
+from lion.ops.tokens import EnteringState, State, Sums, Tokens, initial_state
 
 Compiler = Callable[[Callable], Callable]  # wraps the function that is called for every piece
 
@@ -31,127 +31,140 @@ def eager(fn: Callable) -> Callable:
     return fn
 
 
-class Recurrence(NamedTuple):
-    """Settings of how a state is read and updated.
+def rnn_sums(tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) in the sequential form."""
+    if settings.direction == "both":
+        bonus = tokens.bonus
+        if bonus is None:
+            wide = torch.promote_types(tokens.k.dtype, torch.float32)
+            bonus = torch.ones(1, 1, 1, dtype=wide, device=tokens.k.device)
+        tokens = tokens._replace(bonus=bonus / 2)
+    return scan(advance, tokens, settings, compiler)
 
-    Attributes:
-        decay_convention: Decay convention, as in `query_and_key`.
-        direction: Direction of the scan, "forward" or "backward".
-        diagonal_weight: Weight of a token's own key: a number, or a tensor (H, 1, D or 1).
-        rowsum: Whether row sums are computed.
+
+def scan(step: Callable, tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
+    """Scan the tokens in every active direction, `chunk_size` tokens per step, and add up the outputs.
+
+    A step of exactly `chunk_size` tokens runs `compiler(step)`, so that the compiled function sees one shape.
     """
-
-    decay_convention: str
-    direction: str
-    diagonal_weight: float | Tensor
-    rowsum: bool
-
-
-def rnn_parts(
-    tokens: TokenBlock, bonus: Tensor | None, how: ScoreSettings, compiler: Compiler
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) in the sequential form."""
-    names = scan_directions(how.direction)
-    weight = (1 if bonus is None else bonus) / len(names)
-    recurrences = {name: Recurrence(how.decay_convention, name, weight, how.rowsum) for name in names}
-    return scan(recurrences, advance, tokens, rowsum=how.rowsum, size=how.chunk_size, compiler=compiler)
-
-
-def scan(
-    recurrences: dict, step: Callable, tokens: TokenBlock, *, rowsum: bool, size: int, compiler: Compiler
-) -> tuple[Tensor, Tensor | None]:
-    """Scan the tokens in every direction that has a recurrence, `size` tokens per step, and add up the outputs.
-
-    A step of exactly `size` tokens runs `compiler(step)`, so that the compiled function sees one shape.
-    """
-    q, k, v, index = tokens.q, tokens.k, tokens.v, tokens.segment_index
-    length = q.shape[2]
-    size = min(size, length)
-    states = {name: initial_state(k, v) for name in recurrences}
-    segments = {
-        name: None if index is None else index[:, 0 if name == "forward" else -1].contiguous() for name in recurrences
-    }
+    k, v = tokens.k, tokens.v
+    length = k.shape[2]
+    size = min(settings.chunk_size, length)
     numerator = torch.zeros_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)
-    total = k.new_zeros(q.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32)) if rowsum else None
+    row_sum = None
+    if settings.row_sums:
+        row_sum = k.new_zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32))
+    along, states = {}, {}
+    for name in scan_directions(settings.direction):
+        along[name] = replace(settings, direction=name)
+        states[name] = empty_state(tokens, along[name])
     for done in range(0, length, size):
         count = min(size, length - done)
-        for name, recurrence in recurrences.items():
-            reverse = name == "backward"
-            start = length - done - count if reverse else done
-            piece = tokens.slice(start, count, reverse).contiguous()
-            one = compiler(step) if count == size else step
-            y, row, states[name], segments[name] = one(recurrence, states[name], segments[name], piece)
-            numerator[:, :, start : start + count] += flip(y, 2, reverse).to(numerator.dtype)
-            if rowsum:
-                total[:, :, start : start + count] += flip(row, 2, reverse)
-            del piece, y, row  # free this memory before the next step
-    return numerator, total
+        one = compiler(step) if count == size else step
+        for name in along:
+            start = length - done - count if name == "backward" else done
+            piece = tokens.slice(start, count)
+            sums, states[name] = one(piece, along[name], states[name])
+            numerator[:, :, start : start + count] += sums.numerator.to(numerator.dtype)
+            if row_sum is not None:
+                row_sum[:, :, start : start + count] += sums.row_sum
+            del piece, sums  # free this memory before the next step
+    return Sums(numerator, row_sum)
 
 
-def advance(
-    recurrence: Recurrence, state: State, segment: Tensor | None, tokens: TokenBlock
-) -> tuple[Tensor, Tensor | None, State, Tensor | None]:
-    """Read and update the state of a segment (B,) by C tokens.
+def empty_state(tokens: Tokens, settings: Settings) -> EnteringState:
+    """Return the state that enters a whole sequence in one direction."""
+    state = initial_state(tokens.k, tokens.v)
+    return EnteringState(state.S, state.z, segment_at(tokens, -1 if settings.direction == "backward" else 0))
+
+
+def segment_at(tokens: Tokens, place: int) -> Tensor | None:
+    """Return the segments (B,) of one token of every row."""
+    if tokens.segment is None:
+        return None
+    return tokens.segment[:, place].contiguous()
+
+
+def advance(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:
+    """Read and update the state by C tokens, in one direction.
 
     If a token's own decay applies after the state is read (the `source` convention), the state is stored already
     decayed.
-
-    Returns:
-        Numerators and row sums of the tokens, the new state, and the segment of the new state.
     """
-    q, k, v, log_decay, _, index = tokens.masked().to(state.z.dtype)[:6]
-    log_decay = bounded(log_decay)
-    if q.shape[2] == 1:
-        return _advance_one(recurrence, state, segment, q, k, v, log_decay, index)
-
-    convention = recurrence.decay_convention
-    if convention == "symmetric":  # along one scan, symmetric is target or source
-        convention = "target" if recurrence.direction == "forward" else "source"
-    (forward,) = make_directions(log_decay, index, decay_convention=convention, direction="forward")  # (b, h, C, D)
-    forward = forward._replace(start=forward.start.in_segment(segment))
-    if log_decay.shape[-1] == 1:
-        weights = decayed_scores(q, k, (forward,), include_diagonal=False)  # (B, H, C, C)
-    else:
-        how = ScoreSettings("full", convention, "forward", False, recurrence.rowsum, 0)
-        weights = vector_scores(q, k, log_decay, index, how)
-    weights = weights + torch.diag_embed((q * k * recurrence.diagonal_weight).sum(-1))
-    read = decay(forward.query, forward.start) * q  # (B, H, C, D)
-    y = weights @ v + read @ state.S
-    row = weights.sum(-1) + (read @ state.z[..., None]).squeeze(-1) if recurrence.rowsum else None
-    return y, row, next_state(forward, k, v, state), None if index is None else index[:, -1]
+    tokens = tokens.masked().to(state.S.dtype)
+    if tokens.q.shape[2] == 1:
+        return one_token(tokens, settings, state)
+    sums, (left,) = chunk_sums(tokens, settings, (state,))
+    return sums, EnteringState(left.S, left.z, leaving_segment(tokens, settings))
 
 
-def next_state(direction: Direction, k: Tensor, v: Tensor, state: State) -> State:
-    """Return the state after these tokens."""
-    kept = decay(direction.end, direction.start).mT  # (b, h, D or 1, 1)
-    S, z = written(direction, k, v)
-    return State(kept * state.S + S, kept.squeeze(-1) * state.z + z)
-
-
-def written(direction: Direction, k: Tensor, v: Tensor) -> State:
-    """Return the state after these tokens, if no state enters."""
-    write = decay(direction.end, direction.key) * k  # (B, H, C, D)
-    return State(write.mT @ v, write.sum(2))
-
-
-def _advance_one(recurrence, state, segment, q, k, v, log_decay, index):
+def one_token(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:
     """Compute `advance` for one token: the recurrence itself."""
-    same = None if index is None else (index == segment[:, None])[:, None, :, None]  # (B, 1, 1, 1)
-    decayed = _times(exp_where(log_decay.mT.clone(), same), state)
-    kept = state if same is None else State(*(x.masked_fill(~m, 0) for x, m in zip(state, (same, same[..., 0]))))
-    names = query_and_key(recurrence.decay_convention, recurrence.direction, "inclusive", "exclusive")
-    read_decayed, write_decayed = (name == "inclusive" for name in names)
-    S, z = decayed if read_decayed else kept
-    diagonal = (q * k * recurrence.diagonal_weight).sum(-1)  # (B, H, 1)
-    y = q @ S + diagonal[..., None] * v
-    row = (q @ z[..., None]).squeeze(-1) + diagonal if recurrence.rowsum else None
-    S, z = decayed if write_decayed else kept
-    state = State(S + k.mT @ v, z + k.squeeze(2))
-    if not write_decayed:
-        state = _times(exp_where(log_decay.mT.clone()), state)
-    return y, row, state, None if index is None else index[:, -1]
+    q, k, v = tokens.q, tokens.k, tokens.v
+    S, z = state.S, state.z
+    if tokens.segment is not None:
+        other = tokens.segment != state.segment[:, None]  # (B, 1)
+        S = S.masked_fill(other[:, None, :, None], 0)
+        z = z.masked_fill(other[:, None], 0)
+    kept = State(S, z)
+    decay = torch.ones_like(z[:1, :1, :1, None])
+    if tokens.log_decay is not None:
+        decay = exp_where(bounded(tokens.log_decay)).mT  # (b, h, D or 1, 1)
+    decayed = decayed_state(kept, decay)
+    between = settings.decay_convention == "between"
+    includes_query = includes_query_decay(settings.decay_convention, settings.direction)
+    read = decayed if includes_query else kept
+    write = decayed if includes_query or between else kept
+    own = q * k
+    if tokens.bonus is not None:
+        own = own * tokens.bonus
+    own = own.sum(-1)  # (B, H, 1)
+    numerator = q @ read.S + own[..., None] * v
+    row_sum = None
+    if settings.row_sums:
+        row_sum = (q @ read.z[..., None]).squeeze(-1) + own
+    new = State(write.S + k.mT @ v, write.z + k.squeeze(2))
+    if not includes_query and not between:  # source: the state is stored already decayed
+        new = decayed_state(new, decay)
+    return Sums(numerator, row_sum), EnteringState(new.S, new.z, leaving_segment(tokens, settings))
 
 
-def _times(decay: Tensor, state: State) -> State:
-    """Return the state times a decay (b, h, D or 1, 1)."""
+def decayed_state(state: State, decay: Tensor) -> State:
+    """Return a state after a decay (b, h, D or 1, 1)."""
     return State(decay * state.S, decay.squeeze(-1) * state.z)
+
+
+def next_state(tokens: Tokens, settings: Settings, state: EnteringState) -> EnteringState:
+    """Return the state after these tokens in one direction, without their outputs."""
+    tokens = tokens.masked().to(state.S.dtype)
+    direction = direction_of(tokens, settings)
+    kept = direction.kept().mT  # (b, h, D or 1, 1)
+    last = leaving_segment(tokens, settings)
+    if last is not None:
+        kept = kept.masked_fill((state.segment != last)[:, None, None, None], 0)
+    written = written_state(tokens, direction)
+    S = kept * state.S + written.S
+    z = kept.squeeze(-1) * state.z + written.z
+    return EnteringState(S, z, last)
+
+
+def written_state(tokens: Tokens, direction: Direction) -> State:
+    """Return the state after masked tokens (B, H, L, D) in one direction, if no state enters."""
+    to_end = direction.to_end()
+    segment = tokens.segment
+    if segment is not None:
+        last = segment[:, :1] if direction.reverse else segment[:, -1:]
+        to_end = to_end.masked_fill((segment != last)[:, None, :, None], 0)
+    write = to_end * tokens.k
+    return State(write.mT @ tokens.v, write.sum(2))
+
+
+def direction_of(tokens: Tokens, settings: Settings) -> Direction:
+    """Return the cumulative decays of tokens in one direction."""
+    log_decay = no_decay(tokens.k) if tokens.log_decay is None else tokens.log_decay
+    return make_directions(log_decay, settings.decay_convention, settings.direction)[0]
+
+
+def leaving_segment(tokens: Tokens, settings: Settings) -> Tensor | None:
+    """Return the segments (B,) of the state that leaves the tokens in one direction."""
+    return segment_at(tokens, 0 if settings.direction == "backward" else -1)

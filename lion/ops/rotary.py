@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.ops.tokens import Tokens, mask_tokens
+
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate the pair (x_p, x_{p + D/2}) of every token of x (B, H, L, D) by `angles` (.., L, D/2), in radians.
@@ -38,11 +40,20 @@ def rotate_each(angles: Tensor | None, valid: Tensor | None, *xs: Tensor | None)
     """
     if angles is None:
         return xs
-    if valid is not None:
-        invalid = ~valid[:, None, :, None]
-        xs = tuple(x if x is None else x.masked_fill(invalid, 0) for x in xs)
-        angles = angles.masked_fill(invalid, 0) if angles.dim() == 4 else angles
-    return tuple(x if x is None else rotate(x, angles) for x in xs)
+    if angles.dim() == 4:
+        angles = mask_tokens(angles, valid)
+    rotated = []
+    for x in xs:
+        if x is not None:
+            x = rotate(mask_tokens(x, valid), angles)
+        rotated.append(x)
+    return tuple(rotated)
+
+
+def rotate_tokens(tokens: Tokens, angles: Tensor) -> Tokens:
+    """Return tokens with rotated queries, keys, and vectors of a delta rule."""
+    q, k, erase, read = rotate_each(angles, tokens.valid, tokens.q, tokens.k, tokens.erase, tokens.read)
+    return tokens._replace(q=q, k=k, erase=erase, read=read)
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:

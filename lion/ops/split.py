@@ -15,25 +15,22 @@ A delta rule is a map of states, affine instead of a decay, so `D (D + E)` numbe
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lion.ops.api import row_scale
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
-from lion.ops.chunk import mix, strictly_before
-from lion.ops.decay import Direction, bounded, decay, make_directions
-from lion.ops.delta import delta_parts
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, no_decay, take_gates
+from lion.ops.chunk import mix
+from lion.ops.decay import Direction, bounded, decay_mask, make_directions
+from lion.ops.delta import delta_sums
 from lion.ops.exchange import Part
-from lion.ops.rnn import written
-from lion.ops.scores import ScoreSet, finished, score_parts, score_sets
+from lion.ops.forms import Scores, prepare, sums_of
+from lion.ops.rnn import written_state
+from lion.ops.scale import normalized
 from lion.ops.segments import SegmentIndex
 from lion.ops.settings import DEFAULTS, Settings, with_fields
-from lion.ops.tokens import State
-
-Parts = tuple[Tensor, Tensor | None]
+from lion.ops.tokens import State, Sums
 
 
 def split_attention(
@@ -71,10 +68,9 @@ def split_attention(
     check_tokens(q, k, v)
     check_gates(q, gates, settings)
     given = gates._replace(floor=None, prefix=None)
-    parts = split_attention_parts(q, k, v, given, part=part, valid=valid, segments=segments, settings=settings)
+    sums = split_attention_parts(q, k, v, given, part=part, valid=valid, segments=segments, settings=settings)
     with no_autocast(q):
-        scale = functools.partial(row_scale, settings=settings, dim=q.shape[-1], floor=gates.floor)
-        return finished(parts, scale)[0].to(v.dtype)
+        return normalized(sums, settings, q.shape[-1], gates.floor).to(v.dtype)
 
 
 def split_attention_parts(
@@ -88,7 +84,7 @@ def split_attention_parts(
     segments: SegmentIndex | None = None,
     settings: Settings = DEFAULTS,
     **fields: Any,
-) -> Parts:
+) -> Sums:
     """Compute `linear_attention_parts` of rows whose tokens are split over the processes of a group.
 
     Arguments and errors are those of `split_attention`, without the gates `prefix` and `floor`.
@@ -106,82 +102,88 @@ def split_attention_parts(
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
     with no_autocast(q):
-        scores, sums = score_sets(q, k, v, gates, valid, part.numbered(segments), settings)
+        scores, of_rows = prepare(q, k, v, gates, valid, part.numbered(segments), settings)
         if gates.delta:
-            return delta_parts(scores.tokens, scores.how, part=part)
-        return split_parts(scores, sums, part)
+            return delta_sums(scores.tokens, settings, scores.form, part)
+        return split_sums(scores, of_rows, part)
 
 
-def split_parts(scores: ScoreSet, sums: ScoreSet | None, part: Part) -> Parts:
-    """Compute the numerator (B, H, L, E) and the row sum (B, H, L) of a part, with the states that enter it."""
-    sets = [each._replace(tokens=each.tokens.masked()) for each in (scores, sums) if each is not None]
+def split_sums(scores: Scores, of_rows: Scores | None, part: Part) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) of a part, with the states that enter it.
+
+    `of_rows` are the scores of the row sums, if they differ from those of the numerator.
+    """
+    sets = [scores] if of_rows is None else [scores, of_rows]
+    sets = [each._replace(tokens=each.tokens.masked()) for each in sets]
     directions = [directions_of(each) for each in sets]
-    leaving = [leaving_state(each, one) for each, several in zip(sets, directions) for one in several]
-    finish = part.start(total_decay(sets[0]), *(x for state in leaving for x in state))
-    parts = [score_parts(each) for each in sets]
-    log_decay, *states = finish()
-    log_decay, states = log_decay.squeeze(-2).movedim(0, 2), iter(states)  # (b, H, P, D or 1)
+    leaving = []
+    for each, several in zip(sets, directions):
+        for direction in several:
+            leaving.extend(leaving_state(each, direction))
+    log_decay = no_decay(scores.tokens.q)
+    if scores.tokens.log_decay is not None:
+        log_decay = sets[0].tokens.log_decay
+    finish = part.start(bounded(log_decay).sum(-2, keepdim=True), *leaving)
+    sums = [sums_of(each) for each in sets]
+    log_decay, *gathered = finish()
+    log_decay = log_decay.squeeze(-2).movedim(0, 2)  # (b, H, P, D or 1), of all parts
+    states = iter(gathered)
     for i, each in enumerate(sets):
-        decays = torch.zeros_like(log_decay[..., :1]) if each.no_decay else log_decay
+        decays = log_decay
+        if each.tokens.log_decay is None:
+            decays = torch.zeros_like(log_decay[..., :1])
         for direction in directions[i]:
-            more, row = read(each, direction, decays, State(next(states), next(states)), part)
-            parts[i] = parts[i][0] + more, parts[i][1] + row if each.how.rowsum else None
-    return parts[0][0], parts[-1][1]
+            state = State(next(states), next(states))
+            sums[i] = sums[i].plus(read_entering(each, direction, decays, state, part))
+    return Sums(sums[0].numerator, sums[-1].row_sum)
 
 
-def directions_of(scores: ScoreSet) -> tuple[Direction, ...]:
-    tokens, how = scores.tokens, scores.how
-    return make_directions(
-        tokens.gate, tokens.segment_index, decay_convention=how.decay_convention, direction=how.direction
-    )
+def directions_of(scores: Scores) -> tuple[Direction, ...]:
+    tokens, settings = scores.tokens, scores.settings
+    log_decay = no_decay(tokens.q) if tokens.log_decay is None else tokens.log_decay
+    return make_directions(log_decay, settings.decay_convention, settings.direction)
 
 
-def total_decay(scores: ScoreSet) -> Tensor:
-    """Return the log decay (b, H, 1, D or 1) of all tokens of a part."""
-    return bounded(scores.tokens.gate).sum(-2, keepdim=True)
-
-
-def leaving_state(scores: ScoreSet, direction: Direction) -> State:
+def leaving_state(scores: Scores, direction: Direction) -> State:
     """Return the state that leaves a part, without an entering state; z is empty if there are no row sums."""
     tokens = scores.tokens
-    _, k, v = tokens.to(tokens.gate.dtype)[:3]
-    state = written(direction, k, v)
-    return state if scores.how.rowsum else State(state.S, state.z[..., :0])
+    state = written_state(tokens.to(torch.promote_types(tokens.k.dtype, torch.float32)), direction)
+    if scores.settings.row_sums:
+        return state
+    return State(state.S, state.z[..., :0])
 
 
-def read(scores: ScoreSet, direction: Direction, log_decay: Tensor, states: State, part: Part) -> Parts:
+def read_entering(scores: Scores, direction: Direction, log_decay: Tensor, states: State, part: Part) -> Sums:
     """Compute what the tokens of a part read from the state that enters it in one direction.
 
     Args:
         log_decay: Log decays of all parts (b, H, P, D or 1).
         states: States that leave all parts, S (P, B, H, D, E) and z (P, B, H, D).
-
-    Returns:
-        Their contribution to the numerator (B, H, L, E) and to the row sum (B, H, L).
     """
-    q, _, v = scores.tokens[:3]
-    weights, segment = border(log_decay, direction.reverse, part)
-    q = decay(direction.query, direction.start.in_segment(segment)) * q  # (B, H, L, D)
-    S = mix(weights, states.S.movedim(0, 2)).squeeze(2)  # (B, H, D, E)
-    y = q.to(v.dtype) @ S.to(v.dtype)
-    if not scores.how.rowsum:
-        return y, None
-    z = mix(weights, states.z.movedim(0, 2)[..., None]).squeeze(2)  # (B, H, D, 1)
-    return y, (q @ z).squeeze(-1)
-
-
-def border(log_decay: Tensor, reverse: bool, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Return the decays (.., 1, P, D or 1) of the states of all parts up to the border where this part is entered.
-
-    Parts that the scan visits later have the decay 0. The second result is the segment (B,) of the state that enters.
-    """
-    name = "backward" if reverse else "forward"
-    (scan,) = make_directions(log_decay, None, decay_convention="between", direction=name)
-    here, there = scan.query.map(lambda t: t[..., part.rank : part.rank + 1, :]).rows(), scan.key.columns()
-    segment = part.entering_segment(reverse)
+    tokens = scores.tokens
+    segment = part.entering_segment(direction.reverse)
+    weights = border_decays(log_decay, direction.reverse, segment, part)
+    from_start = direction.from_start()
     if segment is not None:
-        left = part.first if reverse else part.last  # (B, P), segments of the states that leave
-        here = here._replace(segment_index=segment[:, None, None, None, None])
-        there = there._replace(segment_index=left[:, None, None, :, None])
-    before = strictly_before(part.count, reverse, log_decay.device)[part.rank]
-    return decay(here, there, before), segment
+        other = tokens.segment != segment[:, None]
+        from_start = from_start.masked_fill(other[:, None, :, None], 0)
+    q = from_start * tokens.q  # (B, H, L, D)
+    S = mix(weights, states.S.movedim(0, 2)).squeeze(2)  # (B, H, D, E)
+    numerator = q.to(tokens.v.dtype) @ S.to(tokens.v.dtype)
+    if not scores.settings.row_sums:
+        return Sums(numerator, None)
+    z = mix(weights, states.z.movedim(0, 2)[..., None]).squeeze(2)  # (B, H, D, 1)
+    return Sums(numerator, (q @ z).squeeze(-1))
+
+
+def border_decays(log_decay: Tensor, reverse: bool, segment: Tensor | None, part: Part) -> Tensor:
+    """Return the decays (b, H, 1, P, D or 1) of the states of all parts up to the border where this part is entered.
+
+    Parts that the scan visits later have the decay 0, and so do the states of other segments than `segment` (B,).
+    """
+    directions = make_directions(log_decay, "between", "backward" if reverse else "forward")
+    mask = decay_mask(directions, include_diagonal=False)[..., part.rank : part.rank + 1, :, :]
+    if segment is None:
+        return mask
+    left = part.first if reverse else part.last  # (B, P), segments of the states that leave
+    return mask.masked_fill((left != segment[:, None])[:, None, None, :, None], 0)

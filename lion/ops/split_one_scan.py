@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
 from lion.ops.decay import exp_where
 from lion.ops.exchange import Part
 from lion.ops.key_softmax import (
@@ -20,15 +20,14 @@ from lion.ops.key_softmax import (
     divisor,
     finite,
     initial_state,
-    masked,
     masked_keys,
     normalised,
     read,
 )
-from lion.ops.one_scan import segment_softmax, turning, weighted
+from lion.ops.one_scan import by_row, segment_softmax, weighted
 from lion.ops.segments import SegmentIndex, prepared
 from lion.ops.settings import Settings
-from lion.ops.tokens import TokenBlock
+from lion.ops.tokens import Tokens, mask_tokens
 
 
 def split_one_scan_attention(
@@ -48,21 +47,38 @@ def split_one_scan_attention(
     Arguments, outputs and errors are those of `split_attention` and `one_scan_attention`.
     """
     check_tokens(q, k, v)
-    check_gates(q, Gates(None, angles=angles), Settings(chunk_size=chunk_size, normalize="none"))
+    check_gates(q, Gates(angles=angles), Settings(chunk_size=chunk_size, normalize="none"))
     with no_autocast(q):
-        index, valid = prepared(q, valid, part.numbered(segments))
-        tokens = TokenBlock(q, k, v, turning(q, angles), valid, index, feature_map)
-        ends = (None, None) if index is None else (index == index[:, :1], index == index[:, -1:])
-        left, right = entering(tokens, ends, part)
+        masks = prepared(q, valid, part.numbered(segments))
+        segment = masks.index
+        tokens = Tokens(q, k, v, valid=masks.valid, segment=segment, feature_map=feature_map, angles=by_row(angles))
+        first, last = border_sequences(segment)
+        left, right = entering(tokens, part)
         keys = torch.cat([log_sum(left), masked_keys(tokens, left.s.dtype), log_sum(right)], 2)
-        number = torch.zeros_like(q[:, 0, :, 0], dtype=torch.long) if index is None else index - index[:, :1]
+        if segment is None:
+            number = torch.zeros_like(q[:, 0, :, 0], dtype=torch.long)
+        else:
+            number = segment - segment[:, :1]
         number = torch.cat([number[:, :1], number, number[:, -1:]], 1)
         of_left, weights, of_right = segment_softmax(keys, number).split([1, q.shape[2], 1], 2)
         y = weighted(tokens, weights, chunk_size)
-        for state, share, end in zip((left, right), (of_left, of_right), ends):
-            S = normalised(state._replace(S=state.S * twice(share, state.S.shape[-2]).mT)).to(y.dtype)
-            y = y + masked(read(S, tokens).to(y.dtype), end)
+        y = y + read_entering(tokens, left, of_left, first).to(y.dtype)
+        y = y + read_entering(tokens, right, of_right, last).to(y.dtype)
         return y.to(v.dtype)
+
+
+def border_sequences(segment: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return masks (B, L) of the sequences of the first and of the last token; None if all tokens are in one."""
+    if segment is None:
+        return None, None
+    return segment == segment[:, :1], segment == segment[:, -1:]
+
+
+def read_entering(tokens: Tokens, state: RunningSoftmax, share: Tensor, sequence: Tensor | None) -> Tensor:
+    """Return what the tokens of a sequence (B, L) read from other parts, whose share of the keys is (B, H, 1, D)."""
+    S = state.S * twice(share, state.S.shape[-2]).mT
+    y = read(normalised(state._replace(S=S)).to(sum_dtype(tokens.v)), tokens)
+    return mask_tokens(y, sequence)
 
 
 def log_sum_outside(k: Tensor, segments: SegmentIndex | None, part: Part, reverse: bool) -> Tensor:
@@ -71,26 +87,29 @@ def log_sum_outside(k: Tensor, segments: SegmentIndex | None, part: Part, revers
     These tokens are in the sequence of this part's first token; with `reverse`, they are of later parts, in the
     sequence of its last token. Without such tokens, the result is minus infinity.
     """
-    index, valid = prepared(k, None, part.numbered(segments))
-    ends = (None, None) if index is None else (index == index[:, :1], index == index[:, -1:])
-    tokens = TokenBlock(k, k, k[..., :0], turning(k, None), valid, index)
-    return log_sum(entering(tokens, ends, part)[1 if reverse else 0]).squeeze(2)
+    masks = prepared(k, None, part.numbered(segments))
+    tokens = Tokens(k, k, k[..., :0], valid=masks.valid, segment=masks.index)
+    before, after = entering(tokens, part)
+    state = after if reverse else before
+    return log_sum(state).squeeze(2)
 
 
-def entering(
-    tokens: TokenBlock, ends: tuple[Tensor | None, Tensor | None], part: Part
-) -> tuple[RunningSoftmax, RunningSoftmax]:
-    """Return the sums of earlier parts in the sequence of the first token, and of later parts in that of the last one.
-
-    `ends` are masks (B, L) of these two sequences in this part; None if all tokens are in one sequence.
-    """
-    valid = tokens.valid
-    masks = [valid] if ends[0] is None else [valid & end for end in ends]
-    own = [advance(initial_state(tokens), tokens._replace(valid=mask)) for mask in masks]
-    every = part.gather(*(x for state in own for x in state))
-    starts, stops = RunningSoftmax(*every[:3]), RunningSoftmax(*every[-3:])
+def entering(tokens: Tokens, part: Part) -> tuple[RunningSoftmax, RunningSoftmax]:
+    """Return the sums of earlier parts in the sequence of the first token, and of later parts in that of the last."""
     before, after = part.outside(tokens.q.device)
-    return added(stops, before), added(starts, after)
+    if tokens.segment is None:
+        every = RunningSoftmax(*part.gather(*own_sums(tokens, tokens.valid)))
+        return added(every, before), added(every, after)
+    first, last = border_sequences(tokens.segment)
+    starts = own_sums(tokens, tokens.valid & first)
+    stops = own_sums(tokens, tokens.valid & last)
+    every = part.gather(*starts, *stops)
+    return added(RunningSoftmax(*every[3:]), before), added(RunningSoftmax(*every[:3]), after)
+
+
+def own_sums(tokens: Tokens, valid: Tensor | None) -> RunningSoftmax:
+    """Return the sums over the valid tokens of this part."""
+    return advance(initial_state(tokens), tokens._replace(valid=valid))
 
 
 def added(states: RunningSoftmax, taken: Tensor) -> RunningSoftmax:

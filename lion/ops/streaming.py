@@ -8,25 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.api import linear_attention, normalized
-from lion.ops.arguments import (
-    Gates,
-    check_gates,
-    check_tokens,
-    check_values,
-    expand_decay,
-    mismatch,
-    no_autocast,
-    take_gates,
-)
-from lion.ops.decay import CumulativeDecay, decay, prefix_sums, query_and_key
-from lion.ops.delta import delta_advance, delta_chunks, with_delta
-from lion.ops.rnn import Recurrence, advance
-from lion.ops.rotary import rotate_each
-from lion.ops.scores import separate_rowsum
-from lion.ops.segments import SegmentIndex, check_masks, prepared
+from lion.ops.arguments import Gates, check_gates, check_tokens, mismatch, no_autocast, take_gates
+from lion.ops.delta import delta_advance, delta_prefill
+from lion.ops.forms import Scores, prepare, sums_of
+from lion.ops.rnn import advance, direction_of, written_state
+from lion.ops.scale import normalized
+from lion.ops.segments import SegmentIndex, check_masks
 from lion.ops.settings import DEFAULTS, Settings, with_fields
-from lion.ops.tokens import State, TokenBlock
+from lion.ops.tokens import EnteringState, State, Sums
 
 UNUSED = ("form", "direction", "dropout_p", "scan_merge")  # a prompt is processed forward, in chunks, without dropout
 
@@ -63,41 +52,38 @@ def step(
     check_tokens(q, k, v)
     gates = take_gates(gates, fields, prefix=False)
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
+    settings = replace(settings, form="rnn", direction="forward", dropout_p=0.0, chunk_size=DEFAULTS.chunk_size)
     check_gates(q, gates, settings)
-    log_decay, beta, bonus, angles, _, erase, read, floor = gates
     check_masks(q, valid, None)
-    q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
-    shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
+    check_state(k, v, state)
+    dim = q.shape[-1]
+    with no_autocast(q):
+        scores, of_rows = prepare(q, k, v, gates, valid, None, settings)
+        if scores.tokens.delta:
+            sums, new = delta_advance(scores.tokens, settings, entering(state))
+            return normalized(sums, settings, dim).to(v.dtype), State(new.S, new.z)
+        sums, new = advance(scores.tokens, scores.settings, entering(state))
+        z = new.z
+        if of_rows is not None:
+            empty = State(state.S[..., :0], state.z)
+            rows, new_rows = advance(of_rows.tokens, of_rows.settings, entering(empty))
+            sums = Sums(sums.numerator, rows.row_sum)
+            z = new_rows.z
+        return normalized(sums, settings, dim, gates.floor).to(v.dtype), State(new.S, z)
+
+
+def check_state(k: Tensor, v: Tensor, state: State) -> None:
+    """Check the shapes and the dtype of a state of keys (B, H, C, D) and values (B, H, C, E)."""
     if not isinstance(state, State):
         raise ValueError(f"state: expected a State, from initial_state or prefill, got {type(state).__name__}")
+    shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
     wide = state.S.dtype == state.z.dtype and state.S.dtype in (torch.float32, torch.float64)
     if state.S.shape != shape or state.z.shape != shape[:-1] or not wide:
         raise mismatch("state", f"S {shape}, z {shape[:-1]}, float32 or float64", state.S)
-    normalize = settings.normalize
-    with no_autocast(q):
-        check_values(gates, valid)
-        *rotated, erase, read = rotate_each(angles, valid, q, k, erase, read)
-        if gates.delta:
-            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
-            tokens = with_delta(tokens, beta, erase, read)
-            y, row, state, _ = delta_advance(settings.undecayed_erase, state, None, tokens)
-        else:
-            weight = 1.0 if bonus is None else bonus.to(state.z.dtype).reshape(bonus.shape[0], 1, -1)
-            separate = separate_rowsum(normalize, angles)
-            recurrence = Recurrence(
-                settings.decay_convention, "forward", weight, rowsum=normalize != "none" and not separate
-            )
-            tokens = TokenBlock(*rotated, v, expand_decay(log_decay, q), valid)
-            y, row, new, _ = advance(recurrence, state, None, tokens)
-            if separate:
-                if normalize == "pre":
-                    tokens = tokens._replace(gate=expand_decay(None, q))
-                    recurrence = recurrence._replace(diagonal_weight=1.0)
-                tokens = tokens._replace(q=q, k=k, v=v[..., :0])
-                sums = advance(recurrence._replace(rowsum=True), state._replace(S=state.S[..., :0]), None, tokens)
-                row, new = sums[1], State(new.S, sums[2].z)
-            state = new
-        return normalized(y, row, settings, q.shape[-1], floor).to(v.dtype), state
+
+
+def entering(state: State) -> EnteringState:
+    return EnteringState(state.S, state.z, None)
 
 
 def prefill(
@@ -121,33 +107,25 @@ def prefill(
     settings = with_fields(settings, fields, unused=UNUSED)
     settings = replace(settings, form="chunk", direction="forward", dropout_p=0.0)
     check_gates(q, gates, settings)
-    log_decay, beta, _, angles, _, erase, read, _ = gates
+    dim = q.shape[-1]
     with no_autocast(q):
-        checked, segments = isinstance(segments, SegmentIndex), prepared(q, valid, segments)
-        index, valid = segments
-        if not checked:
-            check_values(gates, valid)
-        q, k = TokenBlock(q, k, v, v, valid, feature_map=settings.feature_map).featurized()[:2]
-        settings = replace(settings, feature_map=None)
-        rotated_q, rotated_k, erase, read = rotate_each(angles, valid, q, k, erase, read)
-        if gates.delta:
-            tokens = TokenBlock(rotated_q, rotated_k, v, expand_decay(log_decay, q), valid, index)
-            tokens = with_delta(tokens, beta, erase, read)
-            y, state = delta_chunks(tokens, settings.chunk_size, "forward", settings.undecayed_erase, final=True)
-            return normalized(y, None, settings, q.shape[-1]).to(v.dtype), state
-        summed = k if separate_rowsum(settings.normalize, angles) else rotated_k
-        tokens = TokenBlock(rotated_k, summed, v, expand_decay(log_decay, q), valid, index).masked()
-        keys, summed, values, decays, _, index = tokens.to(tokens.gate.dtype)[:6]
-        S = _decayed_keys(keys, decays, index, settings).mT @ values
-        undecayed = settings.normalize == "pre"
-        z = _decayed_keys(summed, torch.zeros_like(decays) if undecayed else decays, index, settings).sum(2)
-    return linear_attention(q, k, v, gates, segments=segments, settings=settings), State(S, z)
+        scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
+        if scores.tokens.delta:
+            y, state = delta_prefill(scores.tokens, settings)
+            return normalized(Sums(y, None), settings, dim).to(v.dtype), state
+        sums = sums_of(scores)
+        if of_rows is not None:
+            sums = Sums(sums.numerator, sums_of(of_rows).row_sum)
+        if gates.prefix is not None:  # the state has the gradients of the decays
+            scores, of_rows = prepare(q, k, v, gates._replace(prefix=None), valid, segments, settings)
+        state = last_state(scores)
+        if of_rows is not None:
+            state = State(state.S, last_state(of_rows).z)
+        return normalized(sums, settings, dim, gates.floor).to(v.dtype), state
 
 
-def _decayed_keys(k: Tensor, log_decay: Tensor, segment_index: Tensor | None, settings: Settings) -> Tensor:
-    """Return the keys (B, H, L, D), decayed up to the end of the sequence."""
-    inclusive, exclusive = prefix_sums(log_decay)
-    index = None if segment_index is None else segment_index[:, None, :, None]
-    _, key = query_and_key(settings.decay_convention, "forward", inclusive, exclusive)
-    last = CumulativeDecay(inclusive, index).map(lambda t: t[:, :, -1:])
-    return k * decay(last, CumulativeDecay(key, index))
+def last_state(scores: Scores) -> State:
+    """Return the state after all tokens, in the forward direction."""
+    tokens = scores.tokens.masked()
+    tokens = tokens.to(torch.promote_types(tokens.k.dtype, torch.float32))
+    return written_state(tokens, direction_of(tokens, scores.settings))

@@ -1,4 +1,4 @@
-"""Data structures of all forms: a block of tokens, the settings of its scores, and the state of a recurrence."""
+"""Data structures of all forms: tokens, the state of a recurrence, and the sums over keys that a query reads."""
 
 from __future__ import annotations
 
@@ -22,54 +22,68 @@ class State(NamedTuple):  # graphs return a new one: that of `_replace` leaves a
 def initial_state(k: Tensor, v: Tensor) -> State:
     """Return the empty state for keys (B, H, L, D) and values (B, H, L, E)."""
     wide = torch.promote_types(k.dtype, torch.float32)
-    shape = (*k.shape[:2], k.shape[-1], v.shape[-1])
-    return State(k.new_zeros(shape, dtype=wide), k.new_zeros(shape[:-1], dtype=wide))
+    batch, heads, _, dim = k.shape
+    S = k.new_zeros(batch, heads, dim, v.shape[-1], dtype=wide)
+    z = k.new_zeros(batch, heads, dim, dtype=wide)
+    return State(S, z)
 
 
-class ScoreSettings(NamedTuple):
-    """Settings of one set of scores and of its sums.
+class EnteringState(NamedTuple):
+    """State that enters a part of a sequence from one side: S (B, H, D, E), z (B, H, D) and its segment (B,)."""
+
+    S: Tensor
+    z: Tensor
+    segment: Tensor | None
+
+
+class Sums(NamedTuple):
+    """Sums over the keys that each query reads.
 
     Attributes:
-        form: "full", "chunk", "rnn", "delta_rnn" (the rnn form of the delta rule) or "one_scan".
-        decay_convention: Decay convention (`lion.ops.decay`).
-        direction: "both", "forward" or "backward".
-        include_diagonal: Whether a token's own key is included like other keys. If not, `lion.ops.full.add_diagonal`
-            adds it.
-        rowsum: Whether row sums are computed.
-        chunk_size: Tokens per chunk or step.
-        undecayed_erase: Whether the delta rule's erase reads the state before the token's decay.
+        numerator: Weighted sum of the values (B, H, L, E).
+        row_sum: Sum of the weights (B, H, L), float32 or wider; None where rows are not divided.
     """
 
-    form: str
-    decay_convention: str
-    direction: str
-    include_diagonal: bool
-    rowsum: bool
-    chunk_size: int
-    undecayed_erase: bool = False
+    numerator: Tensor
+    row_sum: Tensor | None
+
+    def plus(self, other: Sums) -> Sums:
+        """Return the sums over the keys of both."""
+        row_sum = None
+        if self.row_sum is not None:
+            row_sum = self.row_sum + other.row_sum
+        return Sums(self.numerator + other.numerator, row_sum)
+
+    def rounded(self, dtype: torch.dtype) -> Sums:
+        """Return the sums with a numerator of a dtype."""
+        return Sums(self.numerator.to(dtype), self.row_sum)
 
 
-class TokenBlock(NamedTuple):
-    """Consecutive tokens in scan order.
+class Tokens(NamedTuple):
+    """Consecutive tokens of a sequence.
 
     Attributes:
-        q, k: Queries and keys (B, H, C, D).
-        v: Values (B, H, C, E).
-        gate: Log decay, or angles of one scan (b, h, C, D or 1).
-        valid: Mask (B, C), False for padding, or None.
-        segment_index: Segment numbers (B, C) from left to right, or None.
+        q, k: Queries and keys (B, H, L, D).
+        v: Values (B, H, L, E).
+        log_decay: Logarithms of the decays (b, H, L, D or 1), or None if nothing decays.
+        valid: Mask (B, L), False for padding, or None.
+        segment: Segment numbers (B, L) from left to right, or None.
         feature_map: Name of the feature map that is not yet applied to q and k, or None.
-        beta: Writing strengths of the delta rule (B, H, C, 1), or None.
-        erase, read: Vectors of the delta rule (B, H, C, D), or None (`lion.ops.delta`).
+        bonus: Weight (H, 1, D or 1) of each token's own key, or None if it counts like other keys.
+        angles: Rotation (b, h, L, D/2) of LightNet's keys and queries, or None.
+        beta: Writing strengths of the delta rule (B, H, L, 1), or None.
+        erase, read: Vectors of the delta rule (B, H, L, D), or None (`lion.ops.delta`).
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor
+    log_decay: Tensor | None = None
     valid: Tensor | None = None
-    segment_index: Tensor | None = None
+    segment: Tensor | None = None
     feature_map: str | None = None
+    bonus: Tensor | None = None
+    angles: Tensor | None = None
     beta: Tensor | None = None
     erase: Tensor | None = None
     read: Tensor | None = None
@@ -77,41 +91,48 @@ class TokenBlock(NamedTuple):
     @property
     def delta(self) -> bool:
         """Return whether these are tokens of the delta rule."""
-        return any(x is not None for x in (self.beta, self.erase, self.read))
+        return self.beta is not None or self.erase is not None or self.read is not None
 
-    def map(self, of_tokens: Callable[[Tensor], Tensor], of_masks: Callable[[Tensor], Tensor] | None = None):
-        """Apply a function to each tensor of tokens (b, h, C, ..), and another one to each mask (B, C)."""
-        *tokens, valid, index, feature_map, beta, erase, read = self
-        tokens, deltas = ([x if x is None else of_tokens(x) for x in some] for some in (tokens, (beta, erase, read)))
-        masks = [x if x is None or of_masks is None else of_masks(x) for x in (valid, index)]
-        return TokenBlock(*tokens, *masks, feature_map, *deltas)
+    @property
+    def vector(self) -> bool:
+        """Return whether each key dimension decays separately."""
+        return self.log_decay is not None and self.log_decay.shape[-1] > 1
 
-    def slice(self, start: int, size: int, reverse: bool = False) -> TokenBlock:
-        """Return `size` tokens from `start`; with `reverse`, the last one comes first."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """Apply a function to each tensor of tokens (b, h, L, ..)."""
+        return self._replace(
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            log_decay=optional(change, self.log_decay),
+            angles=optional(change, self.angles),
+            beta=optional(change, self.beta),
+            erase=optional(change, self.erase),
+            read=optional(change, self.read),
+        )
 
-        def along(dim: int) -> Callable[[Tensor], Tensor]:
-            return lambda x: flip(x.narrow(dim, start, size), dim, reverse)
+    def map_masks(self, change: Callable[[Tensor], Tensor]) -> Tokens:
+        """Apply a function to each mask (B, L)."""
+        return self._replace(valid=optional(change, self.valid), segment=optional(change, self.segment))
 
-        return self.map(along(2), along(1))
+    def slice(self, start: int, size: int) -> Tokens:
+        """Return `size` tokens from `start`.
 
-    def contiguous(self) -> TokenBlock:
-        """Return the tokens with contiguous memory.
-
-        Their strides then do not depend on the length of the whole sequence: a compiled step checks strides.
+        Their memory is contiguous, so that strides do not depend on the length of the sequence: a compiled step checks
+        strides.
         """
-        return self.map(Tensor.contiguous, Tensor.contiguous)
+        part = self.map(lambda x: x.narrow(2, start, size).contiguous())
+        return part.map_masks(lambda x: x.narrow(1, start, size).contiguous())
 
-    def featurized(self) -> TokenBlock:
-        """Return the tokens after the feature map; the values of invalid tokens are zeroed before it."""
+    def featurized(self) -> Tokens:
+        """Return the tokens after the feature map."""
         if self.feature_map is None:
             return self
-        invalid = None if self.valid is None else ~self.valid[:, None, :, None]
-        q, k = (
-            apply_feature_map(self.feature_map, x if invalid is None else x.masked_fill(invalid, 0)) for x in self[:2]
-        )
+        q = featurize(self.q, self.feature_map, self.valid)
+        k = featurize(self.k, self.feature_map, self.valid)
         return self._replace(q=q, k=k, feature_map=None)
 
-    def masked(self) -> TokenBlock:
+    def masked(self) -> Tokens:
         """Return the tokens after the feature map, with invalid tokens zeroed.
 
         A key of 0 that does not decay has the effect of no key.
@@ -119,18 +140,55 @@ class TokenBlock(NamedTuple):
         tokens = self.featurized()
         if self.valid is None:
             return tokens
-        invalid = ~self.valid[:, None, :, None]  # select, never multiply: padding may hold NaN
-        return tokens.map(lambda x: x.masked_fill(invalid, 0))._replace(valid=None)
+        return tokens.map(lambda x: mask_tokens(x, self.valid))._replace(valid=None)
 
-    def padded(self, padding: int) -> TokenBlock:
-        """Return the tokens with `padding` invalid tokens appended."""
-        index = self.segment_index
-        index = None if index is None else torch.cat([index, index[:, -1:].expand(-1, padding)], 1)
+    def padded(self, padding: int) -> Tokens:
+        """Return the tokens with `padding` tokens of 0 appended, which are invalid if there is a mask."""
+        if not padding:
+            return self
         longer = self.map(lambda x: F.pad(x, (0, 0, 0, padding)))
-        return longer._replace(valid=F.pad(self.valid, (0, padding)), segment_index=index)
+        valid = self.valid
+        if valid is not None:
+            valid = F.pad(valid, (0, padding))
+        return longer._replace(valid=valid, segment=pad_segments(self.segment, padding))
 
-    def to(self, dtype: torch.dtype) -> TokenBlock:
+    def in_chunks(self, size: int, count: int) -> Tokens:
+        """Cut unmasked tokens into `count` chunks (B, H, N, C, ..) and segments (B, N, C), padded with tokens of 0."""
+        tokens = self.padded(size * count - self.q.shape[2])
+        chunks = tokens.map(lambda x: x.unflatten(2, (count, size)))
+        return chunks.map_masks(lambda x: x.unflatten(1, (count, size)))
+
+    def to(self, dtype: torch.dtype) -> Tokens:
         return self.map(lambda x: x.to(dtype))
+
+
+def optional(change: Callable[[Tensor], Tensor], x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return change(x)
+
+
+def mask_tokens(x: Tensor, valid: Tensor | None, value: float = 0.0) -> Tensor:
+    """Return x (b, h, L, ..) with `value` in all invalid tokens; they are selected, because padding may hold NaN."""
+    if valid is None:
+        return x
+    return x.masked_fill(~valid[:, None, :, None], value)
+
+
+def featurize(x: Tensor, feature_map: str | None, valid: Tensor | None) -> Tensor:
+    """Return phi(x) of queries or keys (B, H, L, D), whose invalid tokens are zeroed first."""
+    if feature_map is None:
+        return x
+    return apply_feature_map(feature_map, mask_tokens(x, valid))
+
+
+def pad_segments(segment: Tensor | None, padding: int) -> Tensor | None:
+    """Extend segment numbers (B, L) by `padding` tokens, which belong to the last segment."""
+    if segment is None or not padding:
+        return segment
+    length = segment.shape[1]
+    known = torch.arange(length + padding, device=segment.device) < length  # `expand` would add a guard on size 1
+    return torch.where(known, F.pad(segment, (0, padding)), segment[:, -1:])
 
 
 def flip(x: Tensor, dim: int, reverse: bool) -> Tensor:

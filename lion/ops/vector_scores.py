@@ -24,32 +24,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.decay import bounded
+from lion.ops.full import pad
 from lion.ops.inductor import materialized
 from lion.ops.modes import is_static
-from lion.ops.tokens import ScoreSettings
+from lion.ops.settings import Settings
 from lion.ops.vector_pairs import FOLDS, Side, Sides, folded, late_half, pairs_of
 
 SHORT_BLOCK = 8  # most tokens of a block that is computed pair by pair; measured on a CPU at 4, 8, 16
 
 
-def vector_scores(q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings) -> Tensor:
+def vector_scores(
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor,
+    segment: Tensor | None,
+    settings: Settings,
+    include_diagonal: bool = True,
+) -> Tensor:
     """Compute the scores (B, H, .., L, L) of q, k (B, H, .., L, D) under log_decay (b, H, .., L, D), in its dtype.
 
-    `segment_index` (B, .., L) numbers the segments.
+    `segment` (B, .., L) numbers the segments. `settings` determine the decay convention and the direction.
     """
-    length, wide, narrow = q.shape[-2], log_decay.dtype, q.dtype
-    padded = pad(padding_of(length), q.to(wide), k.to(wide), bounded(log_decay))
-    scores = _Scores.apply(*padded, how.decay_convention, how.direction, how.include_diagonal, narrow)
+    length = q.shape[-2]
+    padding = halving_padding(length)
+    wide, narrow = log_decay.dtype, q.dtype
+    q = pad(q.to(wide), padding)
+    k = pad(k.to(wide), padding)
+    log_decay = pad(bounded(log_decay), padding)
+    scores = _Scores.apply(q, k, log_decay, settings.decay_convention, settings.direction, include_diagonal, narrow)
     scores = scores[..., :length, :length]
-    if segment_index is None:
+    if segment is None:
         return scores
-    index = segment_index[:, None]  # (B, 1, .., L)
-    return scores.masked_fill(index[..., :, None] != index[..., None, :], 0)
-
-
-def pad(padding: int, *xs: Tensor) -> list[Tensor]:
-    """Append `padding` zeros to each (.., L, D): keys of 0 add nothing."""
-    return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in xs]
+    segment = segment[:, None]  # (B, 1, .., L)
+    return scores.masked_fill(segment[..., :, None] != segment[..., None, :], 0)
 
 
 class _Scores(torch.autograd.Function):
@@ -114,7 +121,7 @@ class _Scores(torch.autograd.Function):
 
 
 def short_block(length: int) -> int:
-    """Return the number of tokens of a short block, for a length from `padding_of`."""
+    """Return the number of tokens of a short block, for a length from `halving_padding`."""
     return length >> halvings_of(length)
 
 
@@ -123,7 +130,7 @@ def halvings_of(length: int) -> int:
     return (-(-length // SHORT_BLOCK) - 1).bit_length()
 
 
-def padding_of(length: int) -> int:
+def halving_padding(length: int) -> int:
     """Return the number of tokens that extend `length` so that it halves into short blocks.
 
     A symbolic length is extended to a power of two, so that there is one graph for each power of two.

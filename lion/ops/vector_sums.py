@@ -15,35 +15,46 @@ import torch
 from torch import Tensor
 
 from lion.ops.decay import bounded, least_log_decay, log_zero
+from lion.ops.full import pad
 from lion.ops.segments import segment_starts
-from lion.ops.tokens import ScoreSettings
+from lion.ops.settings import Settings
 from lion.ops.vector_pairs import blocks, flush_denormals, lambdas, shift_later, sides_of
-from lion.ops.vector_scores import pad
 
 BLOCK = 8  # tokens per block, processed in turn; the last tokens of all blocks form a shorter scan
 
 
 def vector_row_sums(
-    q: Tensor, k: Tensor, log_decay: Tensor, segment_index: Tensor | None, how: ScoreSettings
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor,
+    segment: Tensor | None,
+    settings: Settings,
+    include_diagonal: bool = True,
 ) -> Tensor:
     """Compute the row sums (B, H, .., L) of the scores that `vector_scores` computes from the same arguments."""
     q, k, log_decay = q.to(log_decay.dtype), k.to(log_decay.dtype), bounded(log_decay)
-    total = (q * k).sum(-1) if how.include_diagonal else torch.zeros_like(q[..., 0])
-    for name, (early, late) in sides_of(q, k, lambdas(log_decay), how.decay_convention, how.direction).items():
-        if name == "forward":
-            total = total + (late * states_before(early, log_decay, segment_index)).sum(-1)
-        else:
-            index = None if segment_index is None else segment_index.flip(-1)
-            total = total + (early * states_before(late.flip(-2), log_decay.flip(-2), index).flip(-2)).sum(-1)
-    return total
+    row_sum = torch.zeros_like(q[..., 0])
+    if include_diagonal:
+        row_sum = (q * k).sum(-1)
+    sides = sides_of(q, k, lambdas(log_decay), settings.decay_convention, settings.direction)
+    if "forward" in sides:
+        side = sides["forward"]
+        row_sum = row_sum + (side.late * states_before(side.early, log_decay, segment)).sum(-1)
+    if "backward" in sides:
+        side = sides["backward"]
+        reversed_segment = None if segment is None else segment.flip(-1)
+        states = states_before(side.late.flip(-2), log_decay.flip(-2), reversed_segment)
+        row_sum = row_sum + (side.early * states.flip(-2)).sum(-1)
+    return row_sum
 
 
-def states_before(k: Tensor, log_decay: Tensor, segment_index: Tensor | None) -> Tensor:
+def states_before(k: Tensor, log_decay: Tensor, segment: Tensor | None) -> Tensor:
     """Return the decayed sum of the keys (B, H, .., L, D) before each token, within its segment (B, .., L)."""
-    if segment_index is None:
+    if segment is None:
         return shift_later(_Scan.apply(k, log_decay), 1)
-    first = segment_starts(segment_index)[:, None, ..., None]
-    return shift_later(_Scan.apply(k, log_decay.masked_fill(first, log_zero(log_decay.dtype))), 1).masked_fill(first, 0)
+    first = segment_starts(segment)[:, None, ..., None]
+    log_decay = log_decay.masked_fill(first, log_zero(log_decay.dtype))
+    return shift_later(_Scan.apply(k, log_decay), 1).masked_fill(first, 0)
 
 
 class _Scan(torch.autograd.Function):
@@ -71,8 +82,10 @@ def scan(x: Tensor, lam: Tensor) -> Tensor:
     """Compute `h_i = lam_i h_{i-1} + x_i` for x (.., L, D), lam (.., L, D) in 0 .. 1."""
     length = x.shape[-2]
     size = min(BLOCK, length)
-    x, lam = (blocks(y, size) for y in pad(-length % size, x, lam))  # (.., M, S, D)
-    h, decays = [x[..., 0, :]], [lam[..., 0, :]]
+    x = blocks(pad(x, -length % size), size)  # (.., M, S, D)
+    lam = blocks(pad(lam, -length % size), size)
+    h = [x[..., 0, :]]
+    decays = [lam[..., 0, :]]
     for i in range(1, size):
         h.append(normal(h[-1] * lam[..., i, :] + x[..., i, :]))
         decays.append(flush_denormals(decays[-1] * lam[..., i, :]))

@@ -26,10 +26,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from lion.layers.mixers.linear import linear_mixers
 from lion.ops import Settings, linear_attention, no_autocast
-from lion.ops.api import normalized
 from lion.ops.arguments import sum_dtype
 from lion.ops.features import apply_feature_map
 from lion.ops.full import weighted_sum
+from lion.ops.scale import normalized
 
 LIT, FIXED = "lion_lit", "lion_d"
 DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
@@ -183,8 +183,7 @@ def last_rows(
             scores = scores * (log_decay[:, None, None] * distance.clamp_min(0)).exp()
         weights = scores.masked_fill(hidden, 0)
         summed = v.to(sum_dtype(v))
-        numerator, total = weighted_sum(weights, summed, rowsum=True, dropout_p=settings.dropout_p)
-        return normalized(numerator, total, settings, q.shape[-1]).to(v.dtype)
+        return normalized(weighted_sum(weights, summed, settings), settings, q.shape[-1]).to(v.dtype)
 
 
 def crosses(module: nn.Module, direction: str) -> bool:

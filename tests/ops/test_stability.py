@@ -191,7 +191,7 @@ def test_decays_of_bfloat16_are_exact_up_to_a_rounding():
 
     def mask(log_decay: torch.Tensor) -> torch.Tensor:
         how = dict(decay_convention="source", direction="both", dtype=torch.bfloat16)
-        return decay_mask(make_directions(log_decay, None, **how))
+        return decay_mask(make_directions(log_decay, **how))
 
     torch.manual_seed(0)
     for forget, keep in itertools.product((0.05, 0.5, 0.99), (-0.001, -0.3)):

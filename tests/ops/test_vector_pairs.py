@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lion.ops import Settings
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
-from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_scores import vector_scores
 
 from .helpers import pairwise
@@ -13,24 +13,28 @@ from .helpers import pairwise
 KINDS = pairwise(DECAY_CONVENTIONS, (True, False))
 
 
-def settings(convention: str, direction: str, diagonal: bool) -> ScoreSettings:
-    return ScoreSettings("full", convention, direction, diagonal, True, 64)
+def settings(convention: str, direction: str) -> Settings:
+    return Settings(decay_convention=convention, direction=direction)
 
 
-def scores_and_gradients(tensors: tuple[Tensor, ...], how: ScoreSettings, triangle=lambda x: x) -> list[Tensor]:
+def scores_and_gradients(
+    tensors: tuple[Tensor, ...], how: Settings, diagonal: bool, triangle=lambda x: x
+) -> list[Tensor]:
     """Return the scores and their gradients by q, k and log decays."""
     q, k, log_decay = (t.clone().requires_grad_() for t in tensors)
-    scores = triangle(vector_scores(q, k, log_decay, None, how))
+    scores = triangle(vector_scores(q, k, log_decay, None, how, diagonal))
     weights = torch.linspace(-1, 1, scores.numel(), dtype=scores.dtype).sin().view_as(scores)
     return [scores, *torch.autograd.grad((scores * weights).sum(), (q, k, log_decay))]
 
 
-def check(monkeypatch, tensors: tuple[Tensor, ...], how: ScoreSettings, rtol: float, atol: float) -> None:
+def check(
+    monkeypatch, tensors: tuple[Tensor, ...], how: Settings, rtol: float, atol: float, diagonal: bool = True
+) -> None:
     """Check results by sums, as on a GPU, against those by products."""
-    products = scores_and_gradients(tensors, how)
+    products = scores_and_gradients(tensors, how, diagonal)
     with monkeypatch.context() as patch:
         patch.setattr("lion.ops.modes.for_gpu", lambda device: True)
-        sums = scores_and_gradients(tensors, how)
+        sums = scores_and_gradients(tensors, how, diagonal)
     for got, expected in zip(sums, products, strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
@@ -39,14 +43,14 @@ def check(monkeypatch, tensors: tuple[Tensor, ...], how: ScoreSettings, rtol: fl
 @pytest.mark.parametrize("convention, diagonal", KINDS)
 def test_sums_agree_with_products(convention, diagonal, monkeypatch):
     torch.manual_seed(0)
-    how = settings(convention, "both", diagonal)
+    how = settings(convention, "both")
     for length in (1, 7, 8, 9, 40, 64, 100):
         q, k = torch.randn(2, 1, 2, length, 5, dtype=torch.float64)
         for steep in (1.0, 30.0, 1e4):  # with decays of 1 between
             log_decay = -steep * torch.rand(1, 2, length, 5, dtype=torch.float64)
             log_decay[..., ::3, :] = 0
-            check(monkeypatch, (q, k, log_decay), how, 1e-9, 1e-10)
-            check(monkeypatch, (q.float(), k.float(), log_decay.float()), how, 2e-5, 2e-5)
+            check(monkeypatch, (q, k, log_decay), how, 1e-9, 1e-10, diagonal)
+            check(monkeypatch, (q.float(), k.float(), log_decay.float()), how, 2e-5, 2e-5, diagonal)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -56,7 +60,7 @@ def test_extreme_and_shared_decays(value, direction, monkeypatch):
     q, k = torch.randn(2, 2, 3, 70, 5)
     log_decay = torch.full((1, 3, 70, 5), value)
     log_decay[..., ::4, 1] = -0.1
-    check(monkeypatch, (q, k, log_decay), settings("source", direction, True), 2e-5, 2e-5)
+    check(monkeypatch, (q, k, log_decay), settings("source", direction), 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize("gpu", (False, True))
@@ -67,7 +71,7 @@ def test_one_direction_is_one_triangle_of_both(convention, diagonal, gpu, monkey
     q, k = torch.randn(2, 2, 3, 40, 5, dtype=torch.float64)
     tensors = (q, k, -torch.rand(2, 3, 40, 5, dtype=torch.float64))
     for direction, triangle in (("forward", torch.tril), ("backward", torch.triu)):
-        found = scores_and_gradients(tensors, settings(convention, direction, diagonal))
-        both = scores_and_gradients(tensors, settings(convention, "both", diagonal), triangle)
+        found = scores_and_gradients(tensors, settings(convention, direction), diagonal)
+        both = scores_and_gradients(tensors, settings(convention, "both"), diagonal, triangle)
         for got, expected in zip(found, both, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

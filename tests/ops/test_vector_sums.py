@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lion.ops import Settings
 from lion.ops.decay import DECAY_CONVENTIONS, DIRECTIONS
-from lion.ops.tokens import ScoreSettings
 from lion.ops.vector_scores import vector_scores
 from lion.ops.vector_sums import scan, vector_row_sums
 
@@ -22,16 +22,18 @@ def tokens(length: int, shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, -torch.rand(1 if shared else 2, HEADS, length, DIM, dtype=torch.float64)
 
 
-def settings(direction: str = "both", convention: str = "source", diagonal: bool = True) -> ScoreSettings:
-    return ScoreSettings("full", convention, direction, diagonal, True, 64)
+def settings(direction: str = "both", convention: str = "source") -> Settings:
+    return Settings(direction=direction, decay_convention=convention)
 
 
-def check(q: Tensor, k: Tensor, log_decay: Tensor, how: ScoreSettings, index: Tensor | None = None) -> None:
+def check(
+    q: Tensor, k: Tensor, log_decay: Tensor, how: Settings, index: Tensor | None = None, diagonal: bool = True
+) -> None:
     """Check values and gradients."""
     weights = torch.rand(q.shape[:3], dtype=torch.float64)
     leaves = [x.clone().requires_grad_() for x in (q, k, log_decay)]
-    got = vector_row_sums(*leaves, index, how)
-    want = vector_scores(*leaves, index, how).sum(-1)
+    got = vector_row_sums(*leaves, index, how, diagonal)
+    want = vector_scores(*leaves, index, how, diagonal).sum(-1)
     torch.testing.assert_close(got, want)
     found = torch.autograd.grad((got * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
     expected = torch.autograd.grad((want * weights).sum(), leaves, allow_unused=True, materialize_grads=True)
@@ -44,7 +46,7 @@ def check(q: Tensor, k: Tensor, log_decay: Tensor, how: ScoreSettings, index: Te
 )
 def test_every_convention(direction, convention, diagonal, shared):
     for length in (1, 2, 7, 8, 9, 64, 65, 200):
-        check(*tokens(length, shared), settings(direction, convention, diagonal))
+        check(*tokens(length, shared), settings(direction, convention), diagonal=diagonal)
 
 
 @pytest.mark.parametrize("direction, convention", pairwise(DIRECTIONS, DECAY_CONVENTIONS))
