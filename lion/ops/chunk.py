@@ -24,7 +24,7 @@ from lion.ops.full import decayed_scores, own_sums, weighted_sum
 from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting, is_static
 from lion.ops.settings import Settings
-from lion.ops.tokens import EnteringState, State, Sums, Tokens
+from lion.ops.tokens import EnteringState, State, Sums, Tokens, pad_segments
 from lion.ops.vector import ChunkScan, vector_scans, vector_sums
 from lion.ops.vector_scores import halving_padding
 
@@ -125,17 +125,17 @@ def between_chunks(
         segment = segment[:, None, ..., None]  # (B, 1, N, C, 1)
         write = write.masked_fill(segment != borders.leaving[:, None, :, None, None], 0)
         from_start = from_start.masked_fill(segment != borders.entering[:, None, :, None, None], 0)
-    decays = chunks.log_decay.sum(-2)  # (b, H, N, D or 1), of whole chunks
-    z = z_left = left = None
+    levels = levels_of(chunks.log_decay.sum(-2), scan.reverse, borders)
+    z = left = None
     if settings.row_sums or entering is not None:
-        z_entering = None if entering is None else entering.z[..., None]
-        z, z_left = carry(write.sum(3)[..., None], decays, scan.reverse, borders, z_entering)  # (B, H, N, D, 1)
-    states = outer_sum(write.to(v.dtype), v)
-    del write
-    S_entering = None if entering is None else entering.S
-    S, S_left = carry(states, decays, scan.reverse, borders, S_entering)  # 3. carry (B, H, N, D, E)
+        written = write.sum(3)[..., None]  # (B, H, N, D, 1)
+        z = carry(written, levels, entering and entering.z[..., None])
+    states = outer_sum(write.to(v.dtype), v)  # (B, H, N, D, E)
+    S = carry(states, levels, entering and entering.S)  # 3. carry
     if entering is not None:
-        left = State(S_left, z_left.squeeze(-1))
+        left = State(levels[0].left(states, entering.S), levels[0].left(written, entering.z[..., None]).squeeze(-1))
+        del written
+    del write, states
     S = S.to(v.dtype)
     if from_start.shape[-1] == 1:  # 4. outside
         numerator = from_start * (scan.q @ S)
@@ -181,124 +181,127 @@ def group_grid(count: int) -> tuple[int, int]:
     return groups, -(-count // groups)
 
 
-def carry(
-    states: Tensor, log_decay: Tensor, reverse: bool, borders: Borders | None, entering: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return the states (B, H, N, D, E) that enter each chunk, from the states that chunks pass on.
-
-    Up to 2 `GROUP` chunks are combined by one (N, N) matrix. More chunks are combined inside groups, and this same
-    function carries the states of groups.
-
-    Args:
-        states: States that leave each chunk if none enters (B, H, N, D, E).
-        log_decay: Log decays of whole chunks (b, H, N, D or 1).
-        reverse: Whether the scan goes from right to left.
-        borders: Segments (B, N) at the borders of chunks.
-        entering: For a part of a sequence, which has at most 2 `GROUP` chunks, the state (B, H, D, E) that enters. The
-            second result is then the state that leaves. Both results have its dtype, because it passes through many
-            pieces.
-    """
-    count = states.shape[2]
-    if entering is not None:
-        states = states.to(entering.dtype)
-        members = Members.of(log_decay, reverse, borders)
-        before = members.inside(states) + members.from_start()[..., None] * entering[:, :, None]
-        return before, members.left(states) + members.kept() * entering
-    if count <= 2 * GROUP:
-        return Members.of(log_decay, reverse, borders).inside(states), None
-
-    groups, size = group_grid(count)
-    padding = groups * size - count
-    if padding:  # only at upper levels: `chunk_grid` rounds the first level
-        states = F.pad(states, (0, 0, 0, 0, 0, padding))
-        log_decay = F.pad(log_decay, (0, 0, 0, padding))
-    states = states.unflatten(2, (groups, size))  # (B, H, n, G, D, E)
-    log_decay = log_decay.unflatten(2, (groups, size))
-    of_groups = None
-    if borders is not None:
-        borders, of_groups = grouped(borders, groups, size, reverse)
-    members = Members.of(log_decay, reverse, borders)
-    left = members.left(states)  # (B, H, n, D, E)
-    before, _ = carry(left, log_decay.sum(-2), reverse, of_groups)
-    inside = members.inside(states)
-    reach = members.from_start()[..., None].to(inside.dtype)  # (b, H, n, G, D or 1, 1)
-    inside = torch.addcmul(inside, reach.expand_as(inside), before[:, :, :, None].expand_as(inside))
-    return inside.flatten(2, 3)[:, :, :count], None
-
-
-def grouped(borders: Borders, groups: int, size: int, reverse: bool) -> tuple[Borders, Borders]:
-    """Return the borders (B, n, G) of the chunks of each group, and the borders (B, n) of the groups."""
-    padding = groups * size - borders.leaving.shape[1]
-    parts = []
-    for segment in borders:
-        if padding:
-            segment = torch.cat([segment, segment[:, -1:].expand(-1, padding)], 1)
-        parts.append(segment.unflatten(1, (groups, size)))
-    entering, leaving = parts
-    first, last = (-1, 0) if reverse else (0, -1)
-    return Borders(entering, leaving), Borders(entering[..., first], leaving[..., last])
-
-
-class Members(NamedTuple):
-    """Chunks (b, H, .., N, D or 1) that are combined by one matrix: all chunks of a sequence, or those of a group.
+class Level(NamedTuple):
+    """Chunks that are combined by one matrix: all chunks of a sequence, or those of each group.
 
     A chunk reads the states of the chunks before it, and passes on its own: the decays between are those of the chunks
     strictly between the two (the convention "between").
 
     Attributes:
-        direction: Cumulative decays of whole chunks.
+        mask: Decays of the states of all chunks (columns) up to each chunk (rows), (b, H, .., N, N, D or 1).
+        direction: Cumulative decays of whole chunks (T, b, H, .., N, D or 1).
         borders: Segments (B, .., N) at the borders of chunks, or None.
     """
 
+    mask: Tensor
     direction: Direction
     borders: Borders | None
 
     @staticmethod
-    def of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> Members:
+    def of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> Level:
+        """Return the level of chunks whose log decays are (b, H, .., N, D or 1)."""
         (direction,) = make_directions(log_decay, "between", "backward" if reverse else "forward")
-        return Members(direction, borders)
-
-    def inside(self, states: Tensor) -> Tensor:
-        """Return the states that enter each chunk from chunks before it."""
-        mask = decay_mask((self.direction,), include_diagonal=False)  # (b, H, .., N, N, D or 1)
-        if self.borders is not None:
-            mask = self.within(mask, self.borders.entering[..., :, None], self.borders.leaving[..., None, :])
-        return mix(mask, states)
-
-    def left(self, states: Tensor) -> Tensor:
-        """Return the state that leaves the last chunk."""
-        to_end = self.direction.to_end()
-        if self.borders is not None:
-            to_end = self.within(to_end, self.borders.leaving, self.borders.leaving[..., self.last, None])
-        return mix(to_end[..., None, :, :], states).squeeze(-3)
-
-    def from_start(self) -> Tensor:
-        """Return the decays (b, H, .., N, D or 1) from the state that enters the first chunk to each chunk."""
-        from_start = self.direction.from_start()
-        if self.borders is not None:
-            from_start = self.within(from_start, self.borders.entering, self.borders.entering[..., self.first, None])
-        return from_start
-
-    def kept(self) -> Tensor:
-        """Return the decay (b, H, .., D or 1, 1) of the state that enters the first chunk and leaves the last one."""
-        kept = self.direction.kept()
-        if self.borders is not None:
-            first = self.borders.entering[..., self.first, None]
-            kept = self.within(kept, first, self.borders.leaving[..., self.last, None])
-        return kept.mT
+        mask = decay_mask((direction,), include_diagonal=False)
+        if borders is not None:
+            mask = within(mask, borders.entering[..., :, None], borders.leaving[..., None, :])
+        return Level(mask, direction, borders)
 
     @property
     def first(self) -> int:
+        """Return the place of the chunk that the scan enters first."""
         return -1 if self.direction.reverse else 0
 
     @property
     def last(self) -> int:
         return 0 if self.direction.reverse else -1
 
-    @staticmethod
-    def within(decay: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return decays (b, H, .., D or 1), 0 where the segments (B, ..) of query and key differ."""
-        return decay.masked_fill((query != key)[:, None, ..., None], 0)
+    def written(self, states: Tensor) -> Tensor:
+        """Return the state (B, H, .., D, E) that leaves the last chunk, if no state enters."""
+        to_end = self.direction.to_end()
+        if self.borders is not None:
+            to_end = within(to_end, self.borders.leaving, self.borders.leaving[..., self.last, None])
+        return mix(to_end[..., None, :, :], states).squeeze(-3)
+
+    def from_start(self) -> Tensor:
+        """Return the decays (b, H, .., N, D or 1, 1) of the state that enters the first chunk, up to each chunk."""
+        from_start = self.direction.from_start()
+        if self.borders is not None:
+            from_start = within(from_start, self.borders.entering, self.borders.entering[..., self.first, None])
+        return from_start[..., None]
+
+    def left(self, states: Tensor, entering: Tensor) -> Tensor:
+        """Return the state (B, H, D, E) that leaves the last chunk, if the state `entering` enters the first one."""
+        kept = self.direction.kept()  # (b, H, 1, D or 1)
+        if self.borders is not None:
+            first = self.borders.entering[..., self.first, None]
+            kept = within(kept, first, self.borders.leaving[..., self.last, None])
+        return self.written(states.to(entering.dtype)) + kept.mT * entering
+
+
+def within(decay: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return decays (b, H, .., D or 1), 0 where the segments (B, ..) of query and key differ."""
+    return decay.masked_fill((query != key)[:, None, ..., None], 0)
+
+
+def levels_of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> list[Level]:
+    """Return the levels at which the states of N chunks are carried, from chunks to groups of groups.
+
+    Up to 2 `GROUP` chunks are one level. More chunks are combined inside groups, and groups on the next level.
+
+    Args:
+        log_decay: Log decays of whole chunks (b, H, N, D or 1).
+        reverse: Whether the scan goes from right to left.
+        borders: Segments (B, N) at the borders of chunks, or None.
+    """
+    count = log_decay.shape[2]
+    if count <= 2 * GROUP:
+        return [Level.of(log_decay, reverse, borders)]
+    groups, size = group_grid(count)
+    padding = groups * size - count  # only at upper levels: `chunk_grid` rounds the first level
+    if padding:
+        log_decay = F.pad(log_decay, (0, 0, 0, padding))
+    log_decay = log_decay.unflatten(2, (groups, size))  # (b, H, n, G, D or 1)
+    of_groups = None
+    if borders is not None:
+        borders, of_groups = grouped(borders, groups, size, reverse)
+    return [Level.of(log_decay, reverse, borders), *levels_of(log_decay.sum(-2), reverse, of_groups)]
+
+
+def grouped(borders: Borders, groups: int, size: int, reverse: bool) -> tuple[Borders, Borders]:
+    """Return the borders (B, n, G) of the chunks of each group, and the borders (B, n) of the groups."""
+    padding = groups * size - borders.leaving.shape[1]
+    entering = pad_segments(borders.entering, padding).unflatten(1, (groups, size))
+    leaving = pad_segments(borders.leaving, padding).unflatten(1, (groups, size))
+    first, last = (-1, 0) if reverse else (0, -1)
+    return Borders(entering, leaving), Borders(entering[..., first], leaving[..., last])
+
+
+def carry(states: Tensor, levels: list[Level], entering: Tensor | None = None) -> Tensor:
+    """Return the states (B, H, N, D, E) that enter each chunk.
+
+    Args:
+        states: States that leave each chunk if none enters (B, H, N, D, E).
+        levels: See `levels_of`.
+        entering: For a part of a sequence, which has one level, the state (B, H, D, E) that enters. The result then has
+            its dtype, because it passes through many pieces.
+    """
+    level = levels[0]
+    if entering is not None:
+        inside = mix(level.mask, states.to(entering.dtype))
+        return inside + level.from_start() * entering[:, :, None]
+    if len(levels) == 1:
+        return mix(level.mask, states)
+    count = states.shape[2]
+    groups, size = level.direction.key.shape[-3:-1]
+    padding = groups * size - count
+    if padding:
+        states = F.pad(states, (0, 0, 0, 0, 0, padding))
+    states = states.unflatten(2, (groups, size))  # (B, H, n, G, D, E)
+    before = carry(level.written(states), levels[1:])[:, :, :, None]  # (B, H, n, 1, D, E)
+    inside = mix(level.mask, states)
+    from_start = level.from_start().to(inside.dtype)  # (b, H, n, G, D or 1, 1)
+    inside = torch.addcmul(inside, from_start.expand_as(inside), before.expand_as(inside))
+    return inside.flatten(2, 3)[:, :, :count]
 
 
 def mix(weights: Tensor, states: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from lion.ops.arguments import no_decay, sum_dtype
-from lion.ops.chunk import chunk_sums
 from lion.ops.decay import Direction, bounded, exp_where, includes_query_decay, make_directions, scan_directions
+from lion.ops.full import decayed_scores, own_sums, weighted_sum
 from lion.ops.settings import Settings
 from lion.ops.tokens import EnteringState, State, Sums, Tokens, initial_state
+from lion.ops.vector_scores import vector_scores
 
 Compiler = Callable[[Callable], Callable]  # wraps the function that is called for every piece
 
@@ -94,8 +95,31 @@ def advance(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[S
     tokens = tokens.masked().to(state.S.dtype)
     if tokens.q.shape[2] == 1:
         return one_token(tokens, settings, state)
-    sums, (left,) = chunk_sums(tokens, settings, (state,))
-    return sums, EnteringState(left.S, left.z, leaving_segment(tokens, settings))
+    direction = direction_of(tokens, settings)
+    sums = sums_among(tokens, settings, direction)
+    from_start = direction.from_start()
+    if tokens.segment is not None:
+        other = tokens.segment != state.segment[:, None]
+        from_start = from_start.masked_fill(other[:, None, :, None], 0)
+    read = from_start * tokens.q  # (B, H, C, D)
+    row_sum = None
+    if settings.row_sums:
+        row_sum = (read @ state.z[..., None]).squeeze(-1)
+    return sums.plus(Sums(read @ state.S, row_sum)), after_tokens(tokens, settings, direction, state)
+
+
+def sums_among(tokens: Tokens, settings: Settings, direction: Direction) -> Sums:
+    """Compute the sums over the keys of these tokens alone (B, H, C, ..), in one direction."""
+    q, k, segment = tokens.q, tokens.k, tokens.segment
+    include_diagonal = tokens.bonus is None
+    if tokens.vector:
+        scores = vector_scores(q, k, tokens.log_decay, segment, settings, include_diagonal)
+    else:
+        scores = decayed_scores(q, k, (direction,), segment, include_diagonal)
+    sums = weighted_sum(scores, tokens.v, settings)
+    if include_diagonal:
+        return sums
+    return sums.plus(own_sums(tokens, settings))
 
 
 def one_token(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:
@@ -137,7 +161,10 @@ def decayed_state(state: State, decay: Tensor) -> State:
 def next_state(tokens: Tokens, settings: Settings, state: EnteringState) -> EnteringState:
     """Return the state after these tokens in one direction, without their outputs."""
     tokens = tokens.masked().to(state.S.dtype)
-    direction = direction_of(tokens, settings)
+    return after_tokens(tokens, settings, direction_of(tokens, settings), state)
+
+
+def after_tokens(tokens: Tokens, settings: Settings, direction: Direction, state: EnteringState) -> EnteringState:
     kept = direction.kept().mT  # (b, h, D or 1, 1)
     last = leaving_segment(tokens, settings)
     if last is not None:
