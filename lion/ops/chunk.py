@@ -60,10 +60,14 @@ def chunk_sums(
         sums = weighted_sum(scores, chunks.v, settings)
         if passing:
             scans = [scalar_scan(chunks, direction) for direction in directions]
+    decays: list[tuple[Direction, ...]] = []
+    if passing:
+        decays = level_decays(chunks.log_decay.sum(-2), settings.direction)
     leaving = []
     for place, scan in enumerate(scans):
         state = entering[place] if entering else None
-        outside, left = between_chunks(scan, chunks, settings, state)
+        own_decays = [directions[place] for directions in decays]
+        outside, left = between_chunks(scan, own_decays, chunks, settings, state)
         sums = sums.plus(outside)
         leaving.append(left)
         del outside  # free this memory before the next direction
@@ -111,11 +115,12 @@ def borders_of(segment: Tensor | None, reverse: bool, entering: EnteringState | 
 
 
 def between_chunks(
-    scan: ChunkScan, chunks: Tokens, settings: Settings, entering: EnteringState | None
+    scan: ChunkScan, decays: list[Direction], chunks: Tokens, settings: Settings, entering: EnteringState | None
 ) -> tuple[Sums, State | None]:
     """Compute what the tokens of chunks read from the states that enter, and the state that leaves the last chunk.
 
-    This is a separate function so that its intermediate results are freed on return.
+    `decays` are those of one direction from `level_decays`. This is a separate function so that its intermediate
+    results are freed on return.
     """
     v, segment = chunks.v, chunks.segment
     borders = borders_of(segment, scan.reverse, entering)
@@ -125,7 +130,7 @@ def between_chunks(
         segment = segment[:, None, ..., None]  # (B, 1, N, C, 1)
         write = write.masked_fill(segment != borders.leaving[:, None, :, None, None], 0)
         from_start = from_start.masked_fill(segment != borders.entering[:, None, :, None, None], 0)
-    levels = levels_of(chunks.log_decay.sum(-2), scan.reverse, borders)
+    levels = levels_of(decays, borders)
     z = left = None
     if settings.row_sums or entering is not None:
         written = write.sum(3)[..., None]  # (B, H, N, D, 1)
@@ -198,9 +203,7 @@ class Level(NamedTuple):
     borders: Borders | None
 
     @staticmethod
-    def of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> Level:
-        """Return the level of chunks whose log decays are (b, H, .., N, D or 1)."""
-        (direction,) = make_directions(log_decay, "between", "backward" if reverse else "forward")
+    def of(direction: Direction, borders: Borders | None) -> Level:
         mask = decay_mask((direction,), include_diagonal=False)
         if borders is not None:
             mask = within(mask, borders.entering[..., :, None], borders.leaving[..., None, :])
@@ -243,36 +246,44 @@ def within(decay: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return decay.masked_fill((query != key)[:, None, ..., None], 0)
 
 
-def levels_of(log_decay: Tensor, reverse: bool, borders: Borders | None) -> list[Level]:
-    """Return the levels at which the states of N chunks are carried, from chunks to groups of groups.
-
-    Up to 2 `GROUP` chunks are one level. More chunks are combined inside groups, and groups on the next level.
+def level_decays(log_decay: Tensor, direction: str) -> list[tuple[Direction, ...]]:
+    """Return the cumulative decays of chunks and, above 2 `GROUP` chunks, of groups, and of groups of groups.
 
     Args:
         log_decay: Log decays of whole chunks (b, H, N, D or 1).
-        reverse: Whether the scan goes from right to left.
-        borders: Segments (B, N) at the borders of chunks, or None.
+        direction: Entry of `DIRECTIONS`.
     """
     count = log_decay.shape[2]
     if count <= 2 * GROUP:
-        return [Level.of(log_decay, reverse, borders)]
+        return [make_directions(log_decay, "between", direction)]
     groups, size = group_grid(count)
     padding = groups * size - count  # only at upper levels: `chunk_grid` rounds the first level
     if padding:
         log_decay = F.pad(log_decay, (0, 0, 0, padding))
     log_decay = log_decay.unflatten(2, (groups, size))  # (b, H, n, G, D or 1)
-    of_groups = None
-    if borders is not None:
-        borders, of_groups = grouped(borders, groups, size, reverse)
-    return [Level.of(log_decay, reverse, borders), *levels_of(log_decay.sum(-2), reverse, of_groups)]
+    return [make_directions(log_decay, "between", direction), *level_decays(log_decay.sum(-2), direction)]
 
 
-def grouped(borders: Borders, groups: int, size: int, reverse: bool) -> tuple[Borders, Borders]:
+def levels_of(decays: list[Direction], borders: Borders | None) -> list[Level]:
+    """Return the levels at which the states of chunks are carried, from chunks to groups of groups."""
+    levels = []
+    for direction in decays[:-1]:
+        of_groups = None
+        if borders is not None:
+            borders, of_groups = grouped(borders, direction)
+        levels.append(Level.of(direction, borders))
+        borders = of_groups
+    levels.append(Level.of(decays[-1], borders))
+    return levels
+
+
+def grouped(borders: Borders, direction: Direction) -> tuple[Borders, Borders]:
     """Return the borders (B, n, G) of the chunks of each group, and the borders (B, n) of the groups."""
+    groups, size = direction.key.shape[-3:-1]
     padding = groups * size - borders.leaving.shape[1]
     entering = pad_segments(borders.entering, padding).unflatten(1, (groups, size))
     leaving = pad_segments(borders.leaving, padding).unflatten(1, (groups, size))
-    first, last = (-1, 0) if reverse else (0, -1)
+    first, last = (-1, 0) if direction.reverse else (0, -1)
     return Borders(entering, leaving), Borders(entering[..., first], leaving[..., last])
 
 

@@ -203,9 +203,9 @@ def difference(query: Tensor, key: Tensor) -> Tensor:
 
     Without gradients the terms are added to one result in place.
     """
-    high = query[0] - key[0]
     if len(query) == 1:
-        return high
+        return (query - key).squeeze(0)
+    high = query[0] - key[0]
     low = (query[1] - key[1]).detach()
     if reuses_memory():
         return high.add_(low)
@@ -302,7 +302,8 @@ def log_decay_mask(
     other_rows = directions[1].query[..., :queries, None, :]
     other_columns = directions[1].key[..., None, keys, :]
     if len(rows) == 1:
-        log_mask = joined_differences(i >= j, rows[0], columns[0], other_rows[0], other_columns[0])
+        terms = (rows, columns, other_rows, other_columns)
+        log_mask = joined_differences(i >= j, *(t.squeeze(0) for t in terms))
     else:
         log_mask = torch.where(i >= j, difference(rows, columns), difference(other_rows, other_columns))
     others = None if include_diagonal else i != j

@@ -302,10 +302,10 @@ def in_scan_order(p: PairProducts, direction: str, dtype: torch.dtype) -> Scan:
     """
 
     def tokens(forward: Tensor, backward: Tensor) -> Tensor:  # (B, H, N, C, D)
-        return scans_of(forward, backward, direction, 2, [-2]).to(dtype)
+        return scans_of(forward.to(dtype), backward.to(dtype), direction, 2, [-2])
 
     def pairs(x: Tensor) -> Tensor:  # (B, H, N, C, C)
-        return scans_of(x, x, direction, 2, [-2, -1]).to(dtype)
+        return scans_of(x.to(dtype), x.to(dtype), direction, 2, [-2, -1])
 
     kept = p.kept.expand(*p.q.shape[:-2], -1, -1)
     return Scan(
