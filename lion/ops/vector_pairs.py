@@ -9,7 +9,7 @@ memory, for GPUs. All summands have one sign, so that float32 sums are as precis
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops import modes
-from lion.ops.decay import exp_where, least_log_decay, scan_directions
+from lion.ops.decay import exp_where, least_log_decay
 
 FACTORS = 3  # decays multiplied with each other: a token's own, and from each token of a pair to the middle
 
@@ -31,26 +31,58 @@ class Side(NamedTuple):
     early: Tensor
     late: Tensor
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Side:
+        return Side(change(self.early), change(self.late))
+
+    def times(self, other: Side) -> Side:
+        return Side(self.early * other.early, self.late * other.late)
+
+    def plus(self, other: Side) -> Side:
+        return Side(self.early + other.early, self.late + other.late)
+
+
+class Fold(NamedTuple):
+    """Whether the decay of a pair includes the lambda of its earlier and of its later token."""
+
+    early: bool
+    late: bool
+
 
 Sides = dict[str, Side]  # by direction
-FOLDS = {  # whether the decay of a pair includes the lambda of its earlier and of its later token
-    "source": {"forward": (True, False), "backward": (False, True)},
-    "target": {"forward": (False, True), "backward": (True, False)},
-    "symmetric": {"forward": (False, True), "backward": (False, True)},
-    "between": {"forward": (False, False), "backward": (False, False)},
+FOLDS = {
+    "source": {"forward": Fold(True, False), "backward": Fold(False, True)},
+    "target": {"forward": Fold(False, True), "backward": Fold(True, False)},
+    "symmetric": {"forward": Fold(False, True), "backward": Fold(False, True)},
+    "between": {"forward": Fold(False, False), "backward": Fold(False, False)},
 }
 
 
 def sides_of(q: Tensor, k: Tensor, lam: Tensor, decay_convention: str, direction: str) -> Sides:
     """Return q and k as sides, multiplied by the lambdas that decays include."""
-    every = {"forward": Side(early=k, late=q), "backward": Side(early=q, late=k)}
-    return folded({name: every[name] for name in scan_directions(direction)}, lam, decay_convention)
+    sides = {}
+    if direction != "backward":
+        sides["forward"] = Side(early=k, late=q)
+    if direction != "forward":
+        sides["backward"] = Side(early=q, late=k)
+    return folded(sides, lam, decay_convention)
 
 
 def folded(sides: Sides, lam: Tensor, decay_convention: str) -> Sides:
     """Return sides, or gradients by them, multiplied by the lambdas that decays include."""
-    folds = FOLDS[decay_convention]
-    return {name: Side(*(x * lam if fold else x for x, fold in zip(side, folds[name]))) for name, side in sides.items()}
+    found = {}
+    for name, side in sides.items():
+        fold = FOLDS[decay_convention][name]
+        early, late = side
+        if fold.early:
+            early = early * lam
+        if fold.late:
+            late = late * lam
+        found[name] = Side(early, late)
+    return found
+
+
+def map_sides(sides: Sides, change: Callable[[Side], Side]) -> Sides:
+    return {name: change(side) for name, side in sides.items()}
 
 
 def pairs_of(
@@ -62,9 +94,11 @@ def pairs_of(
         size: Length of a short block.
         narrow: Dtype of the results of `halvings` on a GPU, whose products of float32 take several times as long.
     """
-    gpu, lam = modes.for_gpu(log_decay.device), lambdas(log_decay)
+    lam = lambdas(log_decay)
     tokens = sides_of(q, k, lam, decay_convention, direction)
-    return (Sums if gpu else Products)(tokens, log_decay, lam, size, narrow if gpu else q.dtype)
+    if modes.for_gpu(log_decay.device):
+        return Sums(tokens, log_decay, lam, size, narrow)
+    return Products(tokens, log_decay, lam, size, q.dtype)
 
 
 class Pairs:
@@ -72,14 +106,47 @@ class Pairs:
 
     Attributes:
         tokens: Sides of q and k, multiplied by the lambdas that decays include.
+        log_decay: Log decays (.., L, D).
+        lam: Decays (.., L, D).
+        size: Length of a short block.
+        narrow: Dtype of the results of `halvings`.
     """
 
+    none: float  # decay over no tokens, in the numbers that `join` combines
+
     def __init__(self, tokens: Sides, log_decay: Tensor, lam: Tensor, size: int, narrow: torch.dtype) -> None:
-        self.tokens, self.log_decay, self.lam, self.size, self.narrow = tokens, log_decay, lam, size, narrow
+        self.tokens = tokens
+        self.log_decay = log_decay
+        self.lam = lam
+        self.size = size
+        self.narrow = narrow
+
+    def scores(self, diagonal: Tensor) -> Tensor:
+        """Return the scores of short blocks (.., M, S, S), with the given diagonal (.., L), and 0 for other pairs."""
+        raise NotImplementedError
+
+    def gradients(self, grad: Tensor) -> Sides:
+        """Return the gradients by `tokens`, from those of the result of `scores`."""
+        raise NotImplementedError
+
+    def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return decays (.., L, D) from the start and to the end of a token's short block, and of blocks (.., M, D).
+
+        `Sums` returns their logarithms. A token's own lambda is not included.
+        """
+        raise NotImplementedError
+
+    def join(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the decay over two adjacent groups of tokens."""
+        raise NotImplementedError
+
+    def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> tuple[Sides, Side]:
+        """Return the result of `halvings` for halves of `size` tokens, from decays (.., L, D) to their ends."""
+        raise NotImplementedError
 
     def in_blocks(self) -> Sides:
         """Return the sides in short blocks (.., M, S, D)."""
-        return {name: Side(*(blocks(x, self.size) for x in side)) for name, side in self.tokens.items()}
+        return map_sides(self.tokens, lambda side: side.map(lambda x: blocks(x, self.size)))
 
     def halvings(self) -> Iterator[tuple[Sides, Side]]:
         """Yield the sides, multiplied by the decays to the middle of their blocks, and these decays.
@@ -87,12 +154,14 @@ class Pairs:
         Earlier tokens are those of all first halves (.., M, n, D), and later tokens those of all second halves. The
         size n of a half doubles from one result to the next.
         """
-        size, length, late = self.size, self.lam.shape[-2], late_half(self.lam.device)
+        size, length = self.size, self.lam.shape[-2]
+        late = late_half(self.lam.device)
         from_start, to_end, total = self.to_ends()
         while size < length:
             yield self.decayed(size, to_end, from_start)
             first, second = total.unflatten(-2, (-1, 2))[..., None, :].split(1, -3)  # (.., M, 1, 1, D)
-            from_start, to_end = (x.unflatten(-2, (-1, 2, size)) for x in (from_start, to_end))
+            from_start = from_start.unflatten(-2, (-1, 2, size))
+            to_end = to_end.unflatten(-2, (-1, 2, size))
             from_start = self.join(from_start, torch.where(late, first, self.none)).flatten(-4, -2)
             to_end = self.join(to_end, torch.where(late, self.none, second)).flatten(-4, -2)
             total = self.join(first, second)[..., 0, 0, :]
@@ -102,116 +171,132 @@ class Pairs:
 class Products(Pairs):
     """Pairs whose decays are products of lambdas. A product that could be denormal is 0."""
 
-    none = 1.0  # the product of no lambdas
+    none = 1.0
 
     def scores(self, diagonal: Tensor) -> Tensor:
-        """Return the scores of short blocks (.., M, S, S), with the given diagonal (.., L), and 0 for other pairs."""
-        size, sides, diagonal = self.size, self.in_blocks(), diagonal.unflatten(-1, (-1, self.size))
-        columns: dict[str, list[Tensor]] = {name: [] for name in sides}  # for each distance, at the later token
+        size = self.size
+        sides = self.in_blocks()
+        diagonal = diagonal.unflatten(-1, (-1, size))
+        absent = [torch.zeros_like(diagonal)] * (size - 1)
+        columns = {"forward": absent, "backward": absent}  # for each distance, at the later token
+        for name in sides:
+            columns[name] = []
         for distance, E in self.distances():
             for name, side in sides.items():
                 columns[name].append((side.late * shift_later(side.early, distance) * E).sum(-1))
-        absent = [torch.zeros_like(diagonal)] * (size - 1)
-        below, above = (columns.get(name, absent) for name in ("forward", "backward"))
-        by_distance = torch.stack([diagonal, *below, *above], -1)  # (.., M, S, 2S - 1)
-        i, j = torch.arange(size, device=diagonal.device)[:, None], torch.arange(size, device=diagonal.device)
+        by_distance = torch.stack([diagonal] + columns["forward"] + columns["backward"], -1)  # (.., M, S, 2S - 1)
+        j = torch.arange(size, device=diagonal.device)
+        i = torch.arange(size, device=diagonal.device)[:, None]
         return by_distance[..., torch.maximum(i, j), torch.where(i >= j, i - j, size - 1 + j - i)]
 
     def gradients(self, grad: Tensor) -> Sides:
-        """Return the gradients by `tokens`, from those of the result of `scores`."""
         sides = self.in_blocks()
-        found = {name: Side(*map(torch.zeros_like, side)) for name, side in sides.items()}
+        found = map_sides(sides, lambda side: side.map(torch.zeros_like))
         for distance, E in self.distances():
-            for name, (early, late) in sides.items():
-                weights = grad.diagonal(-distance if name == "forward" else distance, -2, -1)
-                weights = F.pad(weights, (distance, 0))[..., None]
-                found[name] = Side(
-                    found[name].early + shift_earlier(weights * late * E, distance),
-                    found[name].late + weights * shift_later(early, distance) * E,
-                )
-        return {name: Side(*(x.flatten(-3, -2) for x in side)) for name, side in found.items()}
+            for name, side in sides.items():
+                offset = -distance if name == "forward" else distance
+                weights = F.pad(grad.diagonal(offset, -2, -1), (distance, 0))[..., None]
+                of_early = shift_earlier(weights * side.late * E, distance)
+                of_late = weights * shift_later(side.early, distance) * E
+                found[name] = found[name].plus(Side(of_early, of_late))
+        return map_sides(found, lambda side: side.map(lambda x: x.flatten(-3, -2)))
 
     def distances(self) -> Iterator[tuple[int, Tensor | float]]:
         """Yield every distance in a block, and the decays between each token and the token that far before it."""
-        lam, E = blocks(self.lam, self.size), 1.0
+        lam = blocks(self.lam, self.size)
+        E = 1.0
         for distance in range(1, self.size):
             if distance > 1:
                 E = flush_denormals(E * shift_later(lam, distance - 1))
             yield distance, E
 
     def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return decays (.., L, D) from the start and to the end of a token's short block, and of blocks (.., M, D).
-
-        `Sums` returns their logarithms. A token's own lambda is not included.
-        """
         lam = blocks(self.lam, self.size)
-        from_start, to_end = [torch.ones_like(lam[..., 0, :])], [torch.ones_like(lam[..., 0, :])]
-        for i in range(self.size - 1):
+        last = self.size - 1
+        from_start = [torch.ones_like(lam[..., 0, :])]
+        to_end = [torch.ones_like(lam[..., 0, :])]
+        for i in range(last):
             from_start.append(self.join(from_start[-1], lam[..., i, :]))
-            to_end.append(self.join(to_end[-1], lam[..., self.size - 1 - i, :]))
-        total = self.join(from_start[-1], lam[..., self.size - 1, :])
+            to_end.append(self.join(to_end[-1], lam[..., last - i, :]))
+        total = self.join(from_start[-1], lam[..., last, :])
         return torch.stack(from_start, -2).flatten(-3, -2), torch.stack(to_end[::-1], -2).flatten(-3, -2), total
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the decay over two adjacent groups of tokens."""
         return flush_denormals(a * b)
 
     def decayed(self, size: int, to_end: Tensor, from_start: Tensor) -> tuple[Sides, Side]:
-        """Return the result of `halvings` for halves of `size` tokens, from decays (.., L, D) to their ends."""
-
-        def chosen(early: Tensor, late: Tensor) -> Side:
-            return Side(halves(early, size)[0], halves(late, size)[1])
-
-        E = chosen(to_end, from_start)
-        return {name: Side(*map(torch.mul, chosen(*side), E)) for name, side in self.tokens.items()}, E
+        E = in_halves(Side(early=to_end, late=from_start), size)
+        return map_sides(self.tokens, lambda side: in_halves(side, size).times(E)), E
 
 
 class Sums(Pairs):
     """Pairs whose decays are exponentials of sums of log lambdas, not of differences of prefix sums."""
 
-    none = 0.0  # the sum of no log lambdas
+    none = 0.0
 
     def between(self, j: int, again: bool = False) -> Tensor:
         """Return the decays (.., M, S, D) of the tokens strictly between each token and token j of its block.
 
         `again` is that of `places`.
         """
-        i, sign = places(self.size, self.lam.device, again), -1 if again else 1
-        inside = (((t < i) if t > j else (i < t), t) for t in range(1, self.size - 1) if t != j)
+        i = places(self.size, self.lam.device, again)
+        sign = -1 if again else 1
+        inside = []
+        for t in range(1, self.size - 1):
+            if t < j:
+                inside.append((i < t, t))
+            if t > j:
+                inside.append((t < i, t))
         return (sign * self.total(inside, sign)).exp()
 
     def scores(self, diagonal: Tensor) -> Tensor:
-        sides, i, columns = self.in_blocks(), places(self.size, diagonal.device), []
-        below, above = (sides.get(name) for name in ("forward", "backward"))
+        sides = self.in_blocks()
+        i = places(self.size, diagonal.device)
+        columns = []
         for j in range(self.size):
-            later = 0.0 if below is None else below.late * token(below.early, j)
-            earlier = 0.0 if above is None else above.early * token(above.late, j)
+            later = earlier = 0.0
+            if "forward" in sides:
+                later = sides["forward"].late * token(sides["forward"].early, j)
+            if "backward" in sides:
+                earlier = sides["backward"].early * token(sides["backward"].late, j)
             columns.append((torch.where(i > j, later, earlier) * self.between(j)).sum(-1))
-        return torch.where(i == i.mT, diagonal.unflatten(-1, (-1, self.size, 1)), torch.stack(columns, -1))
+        diagonal = diagonal.unflatten(-1, (-1, self.size, 1))
+        return torch.where(i == i.mT, diagonal, torch.stack(columns, -1))
 
     def gradients(self, grad: Tensor) -> Sides:
-        def total(weights: Tensor, x: Tensor) -> Tensor:
-            parts = (weights[..., j, None] * token(x, j) * self.between(j, again=True) for j in range(self.size))
-            return sum(parts).flatten(-3, -2)
+        found = {}
+        sides = self.in_blocks()
+        if "forward" in sides:
+            found["forward"] = self.gradients_of(sides["forward"], grad.tril(-1))
+        if "backward" in sides:
+            found["backward"] = self.gradients_of(sides["backward"], grad.triu(1).mT)
+        return found
 
-        weights = {"forward": grad.tril(-1), "backward": grad.triu(1).mT}  # of later tokens (rows) and earlier ones
-        return {
-            name: Side(total(weights[name].mT, late), total(weights[name], early))
-            for name, (early, late) in self.in_blocks().items()
-        }
+    def gradients_of(self, side: Side, weights: Tensor) -> Side:
+        """Return the gradients by one side; `weights` are those of pairs of a later token (rows) and an earlier one."""
+        return Side(self.weighted(weights.mT, side.late), self.weighted(weights, side.early))
+
+    def weighted(self, weights: Tensor, x: Tensor) -> Tensor:
+        """Return the sums over tokens x (.., M, S, D) under weights (.., M, S, S) and decays, for each token."""
+        total = 0
+        for j in range(self.size):
+            total = total + weights[..., j, None] * token(x, j) * self.between(j, again=True)
+        return total.flatten(-3, -2)
 
     def to_ends(self) -> tuple[Tensor, Tensor, Tensor]:
         i, last = places(self.size, self.lam.device), self.size - 1
-        from_start = self.total((t < i, t) for t in range(last))
-        to_end = self.total((t > i, t) for t in range(1, self.size))
+        from_start = self.total([(t < i, t) for t in range(last)])
+        to_end = self.total([(t > i, t) for t in range(1, self.size)])
         total = (from_start + blocks(self.log_decay, self.size))[..., last, :]
         return from_start.flatten(-3, -2), to_end.flatten(-3, -2), total
 
-    def total(self, chosen: Iterable[tuple[Tensor, int]], sign: int = 1) -> Tensor:
+    def total(self, chosen: list[tuple[Tensor, int]], sign: int = 1) -> Tensor:
         """Sum the log lambdas, times `sign`, of tokens t of a block (.., M, S, D), where a condition (S, 1) holds."""
         steps = sign * blocks(self.log_decay, self.size)
-        parts = (torch.where(condition, token(steps, t), 0.0) for condition, t in chosen)
-        return sum(parts, torch.zeros_like(steps))
+        total = torch.zeros_like(steps)
+        for condition, t in chosen:
+            total = total + torch.where(condition, token(steps, t), 0.0)
+        return total
 
     def join(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
@@ -220,11 +305,22 @@ class Sums(Pairs):
         late = late_half(self.lam.device)
 
         def chosen(side: Side) -> Tensor:  # of both halves, as one kernel
-            return torch.where(late, *(x.unflatten(-2, (-1, 2, size)) for x in reversed(side)))
+            return torch.where(late, side.late.unflatten(-2, (-1, 2, size)), side.early.unflatten(-2, (-1, 2, size)))
 
-        E = chosen(Side(to_end, from_start)).exp()
-        sides = {name: (chosen(side) * E).to(self.narrow) for name, side in self.tokens.items()}
-        return {name: Side(*x.unbind(-3)) for name, x in sides.items()}, Side(*E.unbind(-3))
+        E = chosen(Side(early=to_end, late=from_start)).exp()
+        sides = {}
+        for name, side in self.tokens.items():
+            early, later = (chosen(side) * E).to(self.narrow).unbind(-3)
+            sides[name] = Side(early, later)
+        early, later = E.unbind(-3)
+        return sides, Side(early, later)
+
+
+def in_halves(side: Side, size: int) -> Side:
+    """Return the earlier tokens of the first and the later tokens of the second halves (.., M, n, D) of blocks."""
+    early = side.early.unflatten(-2, (-1, 2, size)).select(-3, 0)
+    late = side.late.unflatten(-2, (-1, 2, size)).select(-3, 1)
+    return Side(early, late)
 
 
 def places(size: int, device: torch.device, again: bool = False) -> Tensor:
@@ -232,7 +328,8 @@ def places(size: int, device: torch.device, again: bool = False) -> Tensor:
 
     With `again`, the expression differs: a graph computes its result twice, where it would store a common one.
     """
-    return torch.arange(size, dtype=torch.int32 if again else torch.int64, device=device)[:, None]
+    dtype = torch.int32 if again else torch.int64
+    return torch.arange(size, dtype=dtype, device=device)[:, None]
 
 
 def late_half(device: torch.device, again: bool = False) -> Tensor:
@@ -247,7 +344,9 @@ def token(x: Tensor, j: int) -> Tensor:
 
 def lambdas(log_decay: Tensor) -> Tensor:
     """Return each token's own decay (.., L, D); `log_decay` stays unchanged."""
-    return exp_where(log_decay.clone() if modes.reuses_memory() else log_decay, factors=FACTORS)
+    if modes.reuses_memory():
+        log_decay = log_decay.clone()
+    return exp_where(log_decay, factors=FACTORS)
 
 
 def flush_denormals(decay: Tensor) -> Tensor:
@@ -257,11 +356,6 @@ def flush_denormals(decay: Tensor) -> Tensor:
 
 def blocks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-2, (-1, size))
-
-
-def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the second halves (.., M, n, D) of blocks of 2n tokens of x (.., L, D)."""
-    return x.unflatten(-2, (-1, 2, size)).unbind(-3)
 
 
 def shift_later(x: Tensor, distance: int) -> Tensor:

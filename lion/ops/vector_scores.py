@@ -16,9 +16,6 @@ token's own lambda adds the weights of those of its pairs whose decay includes i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,45 +76,64 @@ class _Scores(torch.autograd.Function):
         narrow: torch.dtype,
     ) -> Tensor:
         pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), decay_convention, direction, narrow)
-        diagonal = (q * k).sum(-1) if include_diagonal else torch.zeros_like(q[..., 0])
+        diagonal = torch.zeros_like(q[..., 0])
+        if include_diagonal:
+            diagonal = (q * k).sum(-1)
         scores = materialized(pairs.scores(diagonal))  # (.., M, S, S); index expressions would nest in loops
         for sides, _ in pairs.halvings():
             first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
-            below, above = (sides.get(name) for name in ("forward", "backward"))
-            lower = torch.zeros_like(first) if below is None else (below.late @ below.early.mT).to(first.dtype)
-            upper = torch.zeros_like(first) if above is None else (above.early @ above.late.mT).to(first.dtype)
-            scores = torch.cat([torch.cat(row, -1) for row in ([first, upper], [lower, second])], -2)
+            lower = upper = torch.zeros_like(first)
+            if "forward" in sides:
+                lower = (sides["forward"].late @ sides["forward"].early.mT).to(first.dtype)
+            if "backward" in sides:
+                upper = (sides["backward"].early @ sides["backward"].late.mT).to(first.dtype)
+            rows = torch.cat([first, upper], -1), torch.cat([lower, second], -1)
+            scores = torch.cat(rows, -2)
         return scores.squeeze(-3)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, scores: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.decay_convention, ctx.direction, ctx.include_diagonal, ctx.narrow = inputs[3:]
+        q, k, log_decay, ctx.decay_convention, ctx.direction, ctx.include_diagonal, ctx.narrow = inputs
+        ctx.save_for_backward(q, k, log_decay)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         q, k, log_decay = ctx.saved_tensors
         pairs = pairs_of(q, k, log_decay, short_block(q.shape[-2]), ctx.decay_convention, ctx.direction, ctx.narrow)
-        found = {name: [] for name in pairs.tokens}  # gradients by `pairs.tokens`, of every level
+        found: Sides = {}  # gradients by `pairs.tokens`
         for sides, E in pairs.halvings():
             weights = across_middles(grad, E.early.shape[-2], pairs.narrow, sides)
             for name, side in sides.items():
-                early, late = weights[name].mT @ side.late, weights[name] @ side.early
-                found[name].append(Side(in_half(0, early * E.early), in_half(1, late * E.late)))
+                early = weights[name].mT @ side.late
+                late = weights[name] @ side.early
+                more = Side(in_half(0, early * E.early), in_half(1, late * E.late))
+                found[name] = found[name].plus(more) if name in found else more
         grad = diagonal_blocks(grad, pairs.size)
-        for name, side in pairs.gradients(grad).items():
-            found[name] = Side(*map(total, zip(*found[name], side)))
+        for name, more in pairs.gradients(grad).items():
+            found[name] = found[name].plus(more) if name in found else more
 
-        tokens = {name: Side(*map(torch.mul, side, found[name])) for name, side in pairs.tokens.items()}
-        begin, end = map(total, zip(*tokens.values()))  # weights of the pairs of each token
-        da = (F.pad(begin, (0, 0, 1, 0))[..., :-1, :] - end).cumsum(-2)
-        folds = FOLDS[ctx.decay_convention]
-        da = total([da, *(x for name in tokens for x, fold in zip(tokens[name], folds[name]) if fold)])
+        weights_of = {name: side.times(found[name]) for name, side in pairs.tokens.items()}  # of the pairs of tokens
+        da = decay_gradient(weights_of, ctx.decay_convention)
         dq, dk = queries_and_keys(folded(found, pairs.lam, ctx.decay_convention))
         if ctx.include_diagonal:
             diagonal = grad.diagonal(0, -2, -1).flatten(-2)[..., None]
-            dq, dk = dq + diagonal * k, dk + diagonal * q
+            dq = dq + diagonal * k
+            dk = dk + diagonal * q
         return dq, dk, da.sum_to_size(log_decay.shape), None, None, None, None
+
+
+def decay_gradient(weights: Sides, decay_convention: str) -> Tensor:
+    """Return the gradient by log lambdas (.., L, D), from the weights of the pairs of each token."""
+    begin = add([side.early for side in weights.values()])
+    end = add([side.late for side in weights.values()])
+    da = (F.pad(begin, (0, 0, 1, 0))[..., :-1, :] - end).cumsum(-2)
+    for name, side in weights.items():
+        fold = FOLDS[decay_convention][name]
+        if fold.early:
+            da = da + side.early
+        if fold.late:
+            da = da + side.late
+    return da
 
 
 def short_block(length: int) -> int:
@@ -145,19 +161,29 @@ def halving_padding(length: int) -> int:
 
 def queries_and_keys(sides: Sides) -> tuple[Tensor, Tensor]:
     """Return the gradients by q and k, from those by their sides."""
-    queries = [side.late if name == "forward" else side.early for name, side in sides.items()]
-    keys = [side.early if name == "forward" else side.late for name, side in sides.items()]
-    return total(queries), total(keys)
+    queries, keys = [], []
+    if "forward" in sides:
+        queries.append(sides["forward"].late)
+        keys.append(sides["forward"].early)
+    if "backward" in sides:
+        queries.append(sides["backward"].early)
+        keys.append(sides["backward"].late)
+    return add(queries), add(keys)
 
 
-def total(parts: Sequence[Tensor]) -> Tensor:
-    return functools.reduce(torch.add, parts)  # `sum` begins with 0, which is one more addition
+def add(parts: list[Tensor]) -> Tensor:
+    """Return the sum of one tensor or two."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0] + parts[1]
 
 
 def in_half(half: int, x: Tensor) -> Tensor:
     """Return halves (.., M, n, D) as tokens (.., L, D), with 0 in the other halves."""
-    late = late_half(x.device, again=True)
-    return torch.where(late if half else ~late, x[..., None, :, :], 0.0).flatten(-4, -2)
+    chosen = late_half(x.device, again=True)
+    if half == 0:
+        chosen = ~chosen
+    return torch.where(chosen, x[..., None, :, :], 0.0).flatten(-4, -2)
 
 
 def diagonal_blocks(x: Tensor, size: int) -> Tensor:
@@ -165,12 +191,20 @@ def diagonal_blocks(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-1, (-1, size)).unflatten(-3, (-1, size)).diagonal(0, -4, -2).movedim(-1, -3)
 
 
-def across_middles(x: Tensor, n: int, dtype: torch.dtype, directions: Iterable[str]) -> dict[str, Tensor]:
-    """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, later tokens as rows."""
+def across_middles(x: Tensor, n: int, dtype: torch.dtype, directions: Sides) -> dict[str, Tensor]:
+    """Return the pairs (.., M, n, n) across the middle of each block of 2n tokens, later tokens as rows.
+
+    `directions` are the keys of the result.
+    """
     inside = diagonal_blocks(x, 2 * n)
-    found = {"forward": inside[..., n:, :n], "backward": inside[..., :n, n:]}
-    found = {name: found[name] for name in directions}
-    if len(found) == 2:  # both in one kernel
-        both = torch.where(late_half(x.device, again=True), *(part[..., None, :, :] for part in found.values()))
-        found = dict(zip(("backward", "forward"), both.to(dtype).unbind(-3)))
-    return {name: part.to(dtype) if name == "forward" else part.to(dtype).mT for name, part in found.items()}
+    lower, upper = inside[..., n:, :n], inside[..., :n, n:]
+    if len(directions) == 2:  # both in one kernel
+        late = late_half(x.device, again=True)
+        both = torch.where(late, lower[..., None, :, :], upper[..., None, :, :])
+        upper, lower = both.to(dtype).unbind(-3)
+    found = {}
+    if "forward" in directions:
+        found["forward"] = lower.to(dtype)
+    if "backward" in directions:
+        found["backward"] = upper.to(dtype).mT
+    return found
