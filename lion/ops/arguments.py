@@ -13,7 +13,9 @@ from lion.ops.settings import Settings
 
 
 def mismatch(name: str, expected: str, x: Any) -> ValueError:
-    got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" if torch.is_tensor(x) else type(x).__name__
+    got = type(x).__name__
+    if torch.is_tensor(x):
+        got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
     return ValueError(f"{name}: expected {expected}, got {got}")
 
 
@@ -103,13 +105,16 @@ def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: 
     Raises:
         ValueError: A gate that is passed twice, or a `prefix` where none is taken.
     """
-    by_name = {name: fields.pop(name) for name in Gates._fields if name in fields}
     if not isinstance(gates, Gates):
-        gates = Gates(gates)
-    for name in by_name:
-        if getattr(gates, name) is not None:
-            raise ValueError(f"{name}: passed twice, in gates and by name")
-    gates = gates._replace(**by_name)
+        gates = Gates(log_decay=gates)
+    by_name = {}
+    for name in Gates._fields:
+        if name in fields:
+            if getattr(gates, name) is not None:
+                raise ValueError(f"{name}: passed twice, in gates and by name")
+            by_name[name] = fields.pop(name)
+    if by_name:
+        gates = gates._replace(**by_name)
     if gates.prefix is not None and not prefix:
         raise ValueError("prefix: only linear_attention and prefill take it")
     return gates
@@ -118,42 +123,49 @@ def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
     """Check the shapes of the gates, and that they can be combined with each other and with the settings."""
     batch, heads, length, dim = q.shape
-    log_decay, beta, bonus, angles, prefix, erase, read, floor = gates
-    if log_decay is not None:
-        check_floats("log_decay", log_decay, (heads,), (heads, dim), (batch, heads, length), tuple(q.shape))
-    if beta is not None:
-        check_floats("beta", beta, (batch, heads, length))
-    for name, x in (("erase", erase), ("read", read)):
-        if x is not None:
-            check_floats(name, x, tuple(q.shape))
-    if bonus is not None:
-        check_floats("bonus", bonus, (heads,), (heads, dim))
-    if angles is not None:
+    tokens = (batch, heads, length)
+    vectors = (batch, heads, length, dim)
+    if gates.log_decay is not None:
+        check_floats("log_decay", gates.log_decay, (heads,), (heads, dim), tokens, vectors)
+    if gates.beta is not None:
+        check_floats("beta", gates.beta, tokens)
+    if gates.erase is not None:
+        check_floats("erase", gates.erase, vectors)
+    if gates.read is not None:
+        check_floats("read", gates.read, vectors)
+    if gates.bonus is not None:
+        check_floats("bonus", gates.bonus, (heads,), (heads, dim))
+    if gates.angles is not None:
         if dim % 2:
             raise ValueError(f"angles: rotation acts on pairs of key dimensions, got an odd D = {dim}")
-        pairs = (length, dim // 2)
-        check_floats("angles", angles, pairs, (heads, *pairs), (batch, 1, *pairs), (batch, heads, *pairs))
-    if floor is not None:
-        check_floats("floor", floor, (batch, heads, length))
+        half = dim // 2
+        shared = (batch, 1, length, half)
+        check_floats("angles", gates.angles, (length, half), (heads, length, half), shared, (*tokens, half))
+    if gates.floor is not None:
+        check_floats("floor", gates.floor, tokens)
         if settings.normalize != "max":
             raise ValueError(f"floor: only normalize='max' has a smallest divisor, got {settings.normalize!r}")
     if gates.delta:
         check_delta(gates, settings)
     elif settings.undecayed_erase:
         raise ValueError("undecayed_erase: only the delta rule erases, pass beta, erase or read")
-    if prefix is not None:
-        check_floats("prefix", prefix, tuple(q.shape))
-        if log_decay is None or log_decay.shape != prefix.shape:
-            raise ValueError("prefix: expected the sums of a log_decay of the same shape")
-        for name, value, taken in (
-            ("direction", settings.direction, settings.direction != "both"),
-            ("normalize", settings.normalize, settings.normalize == "none"),
-            ("decay_convention", settings.decay_convention, settings.decay_convention != "between"),
-        ):
-            if not taken:
-                raise ValueError(f"prefix: cannot be combined with {name}={value!r}")
-        if bonus is not None:
-            raise ValueError("prefix: cannot be combined with a bonus")
+    if gates.prefix is not None:
+        check_floats("prefix", gates.prefix, vectors)
+        check_prefix(gates, settings)
+
+
+def check_prefix(gates: Gates, settings: Settings) -> None:
+    """Check that prefix sums can be combined with the other gates and with the settings."""
+    if gates.log_decay is None or gates.log_decay.shape != gates.prefix.shape:
+        raise ValueError("prefix: expected the sums of a log_decay of the same shape")
+    if settings.direction == "both":
+        raise ValueError("prefix: cannot be combined with direction='both'")
+    if settings.normalize != "none":
+        raise ValueError(f"prefix: cannot be combined with normalize={settings.normalize!r}")
+    if settings.decay_convention == "between":
+        raise ValueError("prefix: cannot be combined with decay_convention='between'")
+    if gates.bonus is not None:
+        raise ValueError("prefix: cannot be combined with a bonus")
 
 
 def check_delta(gates: Gates, settings: Settings) -> None:
@@ -208,7 +220,9 @@ def sum_dtype(x: Tensor) -> torch.dtype:
 
     The largest float16 value is 65,504, which such sums exceed.
     """
-    return torch.float32 if x.dtype == torch.float16 else x.dtype
+    if x.dtype == torch.float16:
+        return torch.float32
+    return x.dtype
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -217,7 +231,9 @@ def round_up(length: int, multiple: int) -> int:
     A symbolic length is always rounded to the next multiple above it: a test whether the length is a multiple already
     would split the graph.
     """
-    return -(-length // multiple) * multiple if is_static(length) else (length // multiple + 1) * multiple
+    if is_static(length):
+        return -(-length // multiple) * multiple
+    return (length // multiple + 1) * multiple
 
 
 def no_autocast(x: Tensor) -> torch.autocast:

@@ -70,7 +70,8 @@ class _States(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs: tuple, outputs: tuple[Tensor, Tensor]) -> None:
         _, T, read, _, erase, kept, write, _ = inputs
-        ctx.save_for_backward(T, read, erase, kept, *outputs)
+        states, values = outputs
+        ctx.save_for_backward(T, read, erase, kept, states, values)
         ctx.writes = write is not None
 
     @staticmethod
@@ -81,14 +82,25 @@ class _States(torch.autograd.Function):
             with torch.no_grad():  # see `once` below
                 of_before, of_right = backward_op(T, read, erase, kept, of_states, of_values)
             after = of_before[1:]
-            of_lower, of_read, of_erase = of_right @ values.mT, of_right @ before.mT, values @ after.mT
-            of_lower = -of_lower.tril(-1).to(kept.dtype)
+            of_read = -(of_right @ before.mT)
+            of_erase = values @ after.mT
+            of_lower = -(of_right @ values.mT).tril(-1).to(kept.dtype)
             of_kept = (after.to(kept.dtype) * before).sum_to_size(kept.shape)
-        found = (of_lower, -of_read, of_right, of_erase, of_kept, after)
-        of_lower, *found, after = once(
-            "the delta rule in chunks", found, T, read, erase, kept, states, values, of_states, of_values
+        of_lower, of_read, of_right, of_erase, of_kept, of_write = once(
+            "the delta rule in chunks",
+            (of_lower, of_read, of_right, of_erase, of_kept, after),
+            T,
+            read,
+            erase,
+            kept,
+            states,
+            values,
+            of_states,
+            of_values,
         )
-        return of_lower, None, *found, after if ctx.writes else None, None
+        if not ctx.writes:
+            of_write = None
+        return of_lower, None, of_read, of_right, of_erase, of_kept, of_write, None
 
 
 def inverse(lower: Tensor) -> Tensor:
@@ -107,23 +119,30 @@ def loop(
     first: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunk_states` chunk by chunk, with the inverses T (N, B, H, C, C)."""
-    results = results_like(right, read)
-    states, values = (x.flatten(1, 2) for x in results)
-    states[0] = 0 if first is None else first
-    S = states[0]
-    steps = zip(states[:-1], states[1:], values, *(x.flatten(1, 2) for x in (T, read, right, erase, kept)))
-    for n, (before, after, new, t, r, v, e, decay) in enumerate(steps):
-        new.baddbmm_(t, torch.baddbmm(v, r, before, alpha=-1), beta=0)
-        added = e.mT @ new
-        S = torch.addcmul(added if write is None else added + write[n].flatten(0, 1), decay, S)
-        after.copy_(S)
-    return results
+    states, values = results_like(right, read)
+    flat_states, flat_values = states.flatten(1, 2), values.flatten(1, 2)  # (N, B H, ..), for `baddbmm`
+    T, read, right = T.flatten(1, 2), read.flatten(1, 2), right.flatten(1, 2)
+    erase, kept = erase.flatten(1, 2), kept.flatten(1, 2)
+    if first is None:
+        flat_states[0] = 0
+    else:
+        flat_states[0] = first
+    S = flat_states[0]
+    for n in range(len(right)):
+        new = flat_values[n]
+        new.baddbmm_(T[n], torch.baddbmm(right[n], read[n], flat_states[n], alpha=-1), beta=0)
+        added = erase[n].mT @ new
+        if write is not None:
+            added = added + write[n].flatten(0, 1)
+        S = torch.addcmul(added, kept[n], S)
+        flat_states[n + 1].copy_(S)
+    return states, values
 
 
 def results_like(right: Tensor, read: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty states (N + 1, B, H, D, E) and values (N, B, H, C, E)."""
-    count, *heads, _, width = right.shape
-    return right.new_empty(count + 1, *heads, read.shape[-1], width), right.new_empty(right.shape)
+    count, batch, heads, _, width = right.shape
+    return right.new_empty(count + 1, batch, heads, read.shape[-1], width), right.new_empty(right.shape)
 
 
 loop_op = torch.library.custom_op("lion::delta_states", loop, mutates_args=())
@@ -135,11 +154,15 @@ def batched(op: Callable, info: Any, in_dims: tuple[int | None, ...], *args: Ten
     def rows(x: Tensor | None, dim: int | None) -> Tensor | None:
         if x is None or x.dim() == 2:  # a constant first state
             return x
-        x = x[:, None].expand(-1, info.batch_size, *x.shape[1:]) if dim is None else x.movedim(dim, 1)
+        if dim is None:
+            x = x.unsqueeze(1).repeat_interleave(info.batch_size, 1)
+        else:
+            x = x.movedim(dim, 1)
         return x.flatten(1, 2)
 
-    results = op(*map(rows, args, in_dims))
-    return tuple(x.unflatten(1, (info.batch_size, -1)) for x in results), (1, 1)
+    first, second = op(*map(rows, args, in_dims))
+    shape = (info.batch_size, -1)
+    return (first.unflatten(1, shape), second.unflatten(1, shape)), (1, 1)
 
 
 @loop_op.register_fake
@@ -152,17 +175,18 @@ def backward_op(
     T: Tensor, read: Tensor, erase: Tensor, kept: Tensor, of_states: Tensor, of_values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the states (N + 1, B, H, D, E), through later chunks too, and of V (N, B, H, C, E)."""
-    results = results_like(of_values, read)
-    before, of_right = (x.flatten(1, 2) for x in results)
-    of_states = of_states.flatten(1, 2)
-    dS = before[-1] = of_states[-1]
-    given = (x.flatten(1, 2) for x in (T, read, erase, kept, of_values))
-    steps = [*zip(before[1:], of_states, before, of_right, *given)]
-    for of_after, of_state, of_before, dv, t, r, e, decay, dn in reversed(steps):
-        dv.baddbmm_(t.mT, torch.baddbmm(dn, e, of_after), beta=0)
-        dS = torch.addcmul(torch.baddbmm(of_state, r.mT, dv, alpha=-1), decay, dS)
-        of_before.copy_(dS)
-    return results
+    of_before, of_right = results_like(of_values, read)
+    flat_before, flat_right = of_before.flatten(1, 2), of_right.flatten(1, 2)
+    T, read, erase, kept = T.flatten(1, 2), read.flatten(1, 2), erase.flatten(1, 2), kept.flatten(1, 2)
+    of_states, of_values = of_states.flatten(1, 2), of_values.flatten(1, 2)
+    dS = of_states[-1]
+    flat_before[-1] = dS
+    for n in reversed(range(len(read))):
+        dv = flat_right[n]
+        dv.baddbmm_(T[n].mT, torch.baddbmm(of_values[n], erase[n], flat_before[n + 1]), beta=0)
+        dS = torch.addcmul(torch.baddbmm(of_states[n], read[n].mT, dv, alpha=-1), kept[n], dS)
+        flat_before[n].copy_(dS)
+    return of_before, of_right
 
 
 @backward_op.register_fake
@@ -173,9 +197,9 @@ def _(T, read, erase, kept, of_states, of_values):
 @register_flop_formula([torch.ops.lion.delta_states, torch.ops.lion.delta_states_backward])
 def flops_of_loop(T: torch.Size, read: torch.Size, *_: Any, out_shape: Any, **__: Any) -> int:
     """Return the FLOPs of the three products of every chunk, whose arguments are given by their shapes."""
-    *chunks, tokens, dim = read
+    tokens, dim = read[-2:]
     width = out_shape[1][-1]
-    return 2 * math.prod(chunks) * (2 * tokens * dim * width + tokens * tokens * width)
+    return 2 * math.prod(read[:-2]) * (2 * tokens * dim * width + tokens * tokens * width)
 
 
 loop_op.register_vmap(functools.partial(batched, loop_op))

@@ -121,7 +121,7 @@ class Part(NamedTuple):
         def finish() -> list[Tensor]:
             every = _Finish.apply(sent, received, self.count, self.group).view(self.count, -1)
             pieces = every.split([t.numel() for t in tensors], 1)
-            return [piece.unflatten(1, t.shape) if t.dim() else piece[:, 0] for piece, t in zip(pieces, tensors)]
+            return [piece.reshape(self.count, *t.shape) for piece, t in zip(pieces, tensors)]
 
         return finish
 

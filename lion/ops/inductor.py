@@ -22,7 +22,9 @@ def materialized(t: Tensor) -> Tensor:
     Otherwise Inductor recomputes a sum for each of the L pairs that read it, which takes a tenth of a forward pass, and
     index expressions nest.
     """
-    return _Materialized.apply(t) if hinting() else t
+    if hinting():
+        return _Materialized.apply(t)
+    return t
 
 
 def with_gradient_in_memory(x: Tensor) -> Tensor:
@@ -31,7 +33,9 @@ def with_gradient_in_memory(x: Tensor) -> Tensor:
     The gradients of q, k and v become parts of one tensor, that of their projection. Otherwise the kernel that writes
     it computes, for each element, the last steps of the gradients of all three.
     """
-    return _GradientInMemory.apply(x) if hinting_for_gpu(x) else x
+    if hinting_for_gpu(x):
+        return _GradientInMemory.apply(x)
+    return x
 
 
 def inner_products(q: Tensor, k: Tensor) -> Tensor:
@@ -40,12 +44,16 @@ def inner_products(q: Tensor, k: Tensor) -> Tensor:
     Autograd computes the gradient of `k^T`, a tensor (.., D, L'), of which the keys' gradient is a transposed view. Its
     rows are slow on a GPU if L' is not a multiple of 8. There, the gradient is computed as (.., L', D).
     """
-    return _InnerProducts.apply(q, k) if hinting_for_gpu(q) else q @ k.mT
+    if hinting_for_gpu(q):
+        return _InnerProducts.apply(q, k)
+    return q @ k.mT
 
 
 def outer_sum(k: Tensor, v: Tensor) -> Tensor:
     """Return `k^T v` (.., D, E) of keys (.., L, D) and values (.., L, E); the gradients are as in `inner_products`."""
-    return _OuterSum.apply(k, v) if hinting_for_gpu(k) else k.mT @ v
+    if hinting_for_gpu(k):
+        return _OuterSum.apply(k, v)
+    return k.mT @ v
 
 
 def decayed(scores: Tensor, log_mask: Tensor) -> Tensor:
@@ -111,16 +119,19 @@ class _JoinedDifferences(torch.autograd.Function):
     @staticmethod
     def forward(ctx, first: Tensor, q: Tensor, k: Tensor, q_other: Tensor, k_other: Tensor) -> Tensor:
         ctx.save_for_backward(first)
-        ctx.shapes = [x.shape for x in (q, k, q_other, k_other)]
+        ctx.shapes = q.shape, k.shape, q_other.shape, k_other.shape
         return torch.where(first, q - k, q_other - k_other)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (first,) = ctx.saved_tensors
         narrow = in_memory(gradient.to(torch.bfloat16)).to(gradient.dtype)
-        parts = [(gradient, 1), (narrow, -1)]
-        own, other = ([sign * x.where(where, 0) for x, sign in parts] for where in (first, ~first))
-        return None, *(x.sum_to_size(shape) for x, shape in zip((*own, *other), ctx.shapes))
+        q, k, q_other, k_other = ctx.shapes
+        of_q = gradient.where(first, 0).sum_to_size(q)
+        of_k = -narrow.where(first, 0).sum_to_size(k)
+        of_q_other = gradient.where(~first, 0).sum_to_size(q_other)
+        of_k_other = -narrow.where(~first, 0).sum_to_size(k_other)
+        return None, of_q, of_k, of_q_other, of_k_other
 
 
 class _InnerProducts(torch.autograd.Function):

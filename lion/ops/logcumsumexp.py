@@ -74,45 +74,77 @@ def decayed(earlier: Tensor, later: Tensor) -> Tensor:
 def running(x: Tensor, index: Tensor | None) -> Tensor:
     """Compute `logcumsumexp` of finite x (B, H, L, D), with segments `index`."""
     length, none = x.shape[2], lowest(x)
-    x, index = in_blocks(x, none), in_blocks_of_index(index)  # (B, H, N, S, D), (B, 1, N, S, 1)
-    y = None
+    x = in_blocks(x, none)  # (B, H, N, S, D)
+    index = in_blocks_of_index(index)  # (B, 1, N, S, 1)
+    y = before = None  # sum before a token, and its segment
     if x.shape[2] > 1:
-        last = x if index is None else x.masked_fill(index != index[..., -1:, :], none)
-        largest = last.amax(-2)
-        total = largest + (last - largest[..., None, :]).exp().sum(-2).log()  # (B, H, N, D)
-        y = running(total, None if index is None else index[:, 0, :, -1, 0])
-        y = F.pad(y[:, :, :-1], (0, 0, 1, 0), value=none)  # the sum that enters each block
-    before = None if index is None else F.pad(index[:, :, :-1, -1], (0, 0, 1, 0), value=-1)
+        y = sums_before_blocks(x, index)
+        if index is not None:
+            before = F.pad(index[:, :, :-1, -1], (0, 0, 1, 0), value=-1)
     out = []
     for i in range(x.shape[3]):
-        if index is not None and y is not None:
-            y = y.masked_fill(index[..., i, :] != before, none)
-        y = x[..., i, :] if y is None else log_add(y, x[..., i, :])
-        before = None if index is None else index[..., i, :]
+        here = x[..., i, :]
+        if y is None:
+            y = here
+        else:
+            if index is not None:
+                y = y.masked_fill(index[..., i, :] != before, none)
+            y = log_add(y, here)
+        if index is not None:
+            before = index[..., i, :]
         out.append(y)
     return torch.stack(out, 3).flatten(2, 3)[:, :, :length]
+
+
+def sums_before_blocks(x: Tensor, index: Tensor | None) -> Tensor:
+    """Return the logarithm (B, H, N, D) of the sum that enters each block of x (B, H, N, S, D)."""
+    none = lowest(x)
+    last = x
+    segments = None
+    if index is not None:
+        last = x.masked_fill(index != index[..., -1:, :], none)
+        segments = index[:, 0, :, -1, 0]
+    largest = last.amax(-2)
+    total = largest + (last - largest[..., None, :]).exp().sum(-2).log()
+    return F.pad(running(total, segments)[:, :, :-1], (0, 0, 1, 0), value=none)
 
 
 def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
     """Compute `G_i = g_i + exp(y_i - y_{i+1}) G_{i+1}` from right to left, for g and y (B, H, L, D)."""
     length = y.shape[2]
-    g, y, index = in_blocks(g, 0.0), in_blocks(y, 0.0), in_blocks_of_index(index)
-    G = after = later = None  # G, segment and y of the next token
+    g, y = in_blocks(g, 0.0), in_blocks(y, 0.0)
+    index = in_blocks_of_index(index)
+    G = later = after = None  # G, y and the segment of the next token
     if y.shape[2] > 1:
-        first = g * decayed(y[..., :1, :], y)
-        first = first if index is None else first.masked_fill(index != index[..., :1, :], 0)
-        G = from_right(first.sum(-2), y[..., 0, :], None if index is None else index[:, 0, :, 0, 0])
-        G, later = (F.pad(t[:, :, 1:], (0, 0, 0, 1)) for t in (G, y[..., 0, :]))  # (B, H, N, D)
-        after = None if index is None else F.pad(index[:, :, 1:, 0], (0, 0, 0, 1), value=-1)
+        G = gradients_after_blocks(g, y, index)
+        later = F.pad(y[:, :, 1:, 0], (0, 0, 0, 1))
+        if index is not None:
+            after = F.pad(index[:, :, 1:, 0], (0, 0, 0, 1), value=-1)
     out = []
     for i in reversed(range(y.shape[3])):
         here = g[..., i, :]
         if G is not None:
             carried = decayed(y[..., i, :], later) * G
-            here = here + (carried if index is None else carried.masked_fill(index[..., i, :] != after, 0))
-        G, later, after = here, y[..., i, :], None if index is None else index[..., i, :]
+            if index is not None:
+                carried = carried.masked_fill(index[..., i, :] != after, 0)
+            here = here + carried
+        G = here
+        later = y[..., i, :]
+        if index is not None:
+            after = index[..., i, :]
         out.append(G)
     return torch.stack(out[::-1], 3).flatten(2, 3)[:, :, :length]
+
+
+def gradients_after_blocks(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
+    """Return G (B, H, N, D) of the token after each block, for g and y (B, H, N, S, D)."""
+    first = g * decayed(y[..., :1, :], y)
+    segments = None
+    if index is not None:
+        first = first.masked_fill(index != index[..., :1, :], 0)
+        segments = index[:, 0, :, 0, 0]
+    G = from_right(first.sum(-2), y[..., 0, :], segments)
+    return F.pad(G[:, :, 1:], (0, 0, 0, 1))
 
 
 def in_blocks(x: Tensor, value: float) -> Tensor:
@@ -121,10 +153,16 @@ def in_blocks(x: Tensor, value: float) -> Tensor:
     A graph of all lengths has whole blocks, and one for each number of levels of blocks: one for each power of eight.
     """
     length = x.shape[2]
-    size = min(BLOCK, length) if is_static(length) else BLOCK
+    size = BLOCK
+    if is_static(length):
+        size = min(BLOCK, length)
     padding = round_up(length, size) - length
-    return (F.pad(x, (0, 0, 0, padding), value=value) if padding else x).unflatten(2, (-1, size))
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding), value=value)
+    return x.unflatten(2, (-1, size))
 
 
 def in_blocks_of_index(index: Tensor | None) -> Tensor | None:
-    return None if index is None else in_blocks(index[:, None, :, None], -1)
+    if index is None:
+        return None
+    return in_blocks(index[:, None, :, None], -1)

@@ -38,42 +38,45 @@ def reference_attention(
     The shapes are those of `linear_attention`. q and k must be mapped already.
     """
     batch, heads, length, dim = q.shape
-    scale = dim**-0.5 if scale is None else scale
+    if scale is None:
+        scale = dim**-0.5
     log_decay = no_decay(q) if log_decay is None else expand_decay(log_decay, q)
     log_decay = torch.where(log_decay > 0, 0.0, log_decay).to(q.dtype).expand(batch, heads, length, dim)
-    bonus = q.new_ones(heads, dim) if bonus is None else bonus.reshape(heads, -1).expand(heads, dim)
-    delta = any(x is not None for x in (beta, erase, read))
-    turned = (q, k) if angles is None else (_turn(q, angles), _turn(k, angles))
-    if angles is not None:
-        erase, read = (x if x is None else _turn(x, angles) for x in (erase, read))
-    undecayed = torch.zeros_like(log_decay), torch.ones_like(bonus)
+    own = q.new_ones(heads, dim)
+    if bonus is not None:
+        own = bonus.reshape(heads, -1).expand(heads, dim)
+    turned_q, turned_k, erase, read = (turn(x, angles) for x in (q, k, erase, read))
+    delta = beta is not None or erase is not None or read is not None
+    ones = v.new_ones(batch, heads, length, 1)
 
-    rows = []
+    y = q.new_zeros(batch, heads, length, v.shape[-1])
     for b in range(batch):
-        out = [q.new_zeros(heads, v.shape[-1]) for _ in range(length)]
-        for tokens in _sequences(b, length, valid, segments):
+        for tokens in sequences(b, length, valid, segments):
 
             def cut(x: Tensor | None, b=b, tokens=tokens) -> Tensor | None:
                 return None if x is None else x[b][:, tokens]
 
+            a = cut(log_decay)
             if delta:
-                y = _delta(*map(cut, (*turned, v, log_decay, beta, erase, read)), direction, undecayed_erase) * scale
+                w = cut(turned_k) if beta is None else cut(beta)[..., None] * cut(turned_k)
+                e = w if erase is None else cut(erase)
+                r = cut(turned_k) if read is None else cut(read)
+                out = scale * delta_rule(cut(turned_q), cut(v), a, w, e, r, direction, undecayed_erase)
             else:
-                numerator = _scan_all(*map(cut, (*turned, v, log_decay)), bonus, direction, decay_convention)
-                ones = v.new_ones(*v.shape[:3], 1)
-                a, own = undecayed if normalize == "pre" else (log_decay, bonus)
-                rowsum = _scan_all(*map(cut, (q, k, ones, a)), own, direction, decay_convention)  # (H, n, 1)
-                if normalize in ("sum", "pre"):
-                    y = numerator / rowsum.clamp_min(eps)
-                elif normalize == "max":
-                    least = torch.ones_like(rowsum) if floor is None else cut(floor[..., None])
-                    y = scale * numerator / torch.maximum((scale * rowsum).abs(), least)
+                numerator = scan_all(cut(turned_q), cut(turned_k), cut(v), a, own, direction, decay_convention)
+                if normalize == "pre":
+                    a, own_of_rows = torch.zeros_like(a), torch.ones_like(own)
                 else:
-                    y = scale * numerator
-            for place, token in enumerate(tokens):
-                out[token] = y[:, place]
-        rows.append(torch.stack(out, 1))
-    return torch.stack(rows)
+                    own_of_rows = own
+                row_sum = scan_all(cut(q), cut(k), cut(ones), a, own_of_rows, direction, decay_convention)  # (H, n, 1)
+                out = numerator * scale
+                if normalize in ("sum", "pre"):
+                    out = numerator / row_sum.clamp_min(eps)
+                if normalize == "max":
+                    least = torch.ones_like(row_sum) if floor is None else cut(floor[..., None])
+                    out = scale * numerator / torch.maximum((scale * row_sum).abs(), least)
+            y = write(y, out, b, tokens)
+    return y
 
 
 def reference_one_scan_attention(
@@ -89,60 +92,78 @@ def reference_one_scan_attention(
 
     The shapes are those of `one_scan_attention`. q must be mapped already.
     """
-    rows = []
-    for b in range(q.shape[0]):
-        out = [v.new_zeros(q.shape[1], v.shape[-1]) for _ in range(q.shape[2])]
-        for tokens in _sequences(b, q.shape[2], valid, segments):
-            largest = torch.stack([k[b, :, t] for t in tokens]).amax(0).detach()
-            weights = {t: (k[b, :, t] - largest).exp() for t in tokens}  # (H, D)
-            total = sum(weights.values())
-            own = None if angles is None else angles if angles.dim() < 4 else angles[b]
-            S = 0
-            for t in tokens:
-                key = weights[t] / total
-                key = key if own is None else _turn(key, own[..., t, :].expand(len(key), -1))
-                S = S + key[:, :, None] * v[b, :, t, None, :]  # (H, D, E)
-            for t in tokens:
-                query = q[b, :, t] if own is None else _turn(q[b, :, t], own[..., t, :].expand(q.shape[1], -1))
-                out[t] = torch.einsum("hd,hde->he", query, S)
-        rows.append(torch.stack(out, 1))
-    return torch.stack(rows)
+    batch, heads, length, _ = q.shape
+    if angles is not None:
+        angles = angles.expand(batch, heads, length, -1)
+    y = q.new_zeros(batch, heads, length, v.shape[-1])
+    for b in range(batch):
+        for tokens in sequences(b, length, valid, segments):
+            keys = k[b][:, tokens].softmax(1)
+            queries = q[b][:, tokens]
+            if angles is not None:
+                keys = turn(keys, angles[b][:, tokens])
+                queries = turn(queries, angles[b][:, tokens])
+            S = torch.einsum("hnd,hne->hde", keys, v[b][:, tokens])
+            y = write(y, torch.einsum("hnd,hde->hne", queries, S), b, tokens)
+    return y
 
 
-def _sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | None) -> list[list[int]]:
+def write(y: Tensor, out: Tensor, b: int, tokens: list[int]) -> Tensor:
+    """Return the outputs y (B, H, L, E) with those of some tokens (H, n, E) of row b."""
+    y = y.clone()
+    y[b, :, tokens] = out
+    return y
+
+
+def sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | None) -> list[list[int]]:
     """Return the lists of tokens that batch row `b` consists of once padding is deleted."""
-    tokens = [t for t in range(length) if valid is None or valid[b, t]]
-    if segments is None:
-        return [tokens] if tokens else []
-    ids = [int(segments[b, t]) for t in tokens]
-    return [[t for t, s in zip(tokens, ids) if s == segment] for segment in dict.fromkeys(ids) if segment >= 0]
+    found: dict[int, list[int]] = {}
+    for token in range(length):
+        segment = 0 if segments is None else int(segments[b, token])
+        if segment >= 0 and (valid is None or valid[b, token]):
+            found.setdefault(segment, []).append(token)
+    return list(found.values())
 
 
-def _turn(x: Tensor, angles: Tensor) -> Tensor:
+def turn(x: Tensor | None, angles: Tensor | None) -> Tensor | None:
     """Multiply pairs (p, p + D/2), as complex numbers, by `exp(i angle)`."""
+    if x is None or angles is None:
+        return x
     real, imaginary = x.chunk(2, -1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def _scan_all(q, k, v, log_decay, bonus, direction, decay_convention):
+def orders(direction: str, n: int) -> dict[str, range]:
+    """Return the order in which each active direction visits n tokens."""
+    found = {}
+    if direction != "backward":
+        found["forward"] = range(n)
+    if direction != "forward":
+        found["backward"] = range(n - 1, -1, -1)
+    return found
+
+
+def scan_all(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, bonus: Tensor, direction: str, decay_convention: str
+) -> Tensor:
     """Compute the numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
-    numerator, counted = 0, 0  # `counted`: how often each token's own key is included
-    for name, order in (("forward", range(n)), ("backward", range(n - 1, -1, -1))):
-        if direction not in (name, "both"):
-            continue
-        target = decay_convention in ("target", "between") or (decay_convention == "symmetric" and name == "forward")
-        before = -1 if name == "forward" else 1  # offset of the previous token, whose lambda `source` takes
-        decays = [lam[:, i] if target else lam[:, (i + before) % n] for i in range(n)]
-        numerator = numerator + _scan(q, k, v, decays, order, read_first=decay_convention == "between")
-        counted += decay_convention != "between"
+    numerator = 0
+    counted = 0  # how often each token's own key is included
+    for name, order in orders(direction, n).items():
+        decays = lam
+        if decay_convention == "source" or (decay_convention == "symmetric" and name == "backward"):
+            decays = lam.roll(1 if name == "forward" else -1, 1)  # of the token before, along the scan
+        numerator = numerator + scan(q, k, v, decays, order, read_first=decay_convention == "between")
+        if decay_convention != "between":
+            counted += 1
     own = (q * k * (bonus[:, None] - counted)).sum(-1)
     return numerator + own[..., None] * v
 
 
-def _scan(q, k, v, decays, order, read_first):
+def scan(q: Tensor, k: Tensor, v: Tensor, decays: Tensor, order: range, read_first: bool) -> Tensor:
     """Compute `S = lambda S + k v^T` and `y = q S` along `order`; the first decay meets S = 0.
 
     y is read before S is updated if `read_first`, else after.
@@ -150,26 +171,40 @@ def _scan(q, k, v, decays, order, read_first):
     S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
     y = {}
     for i in order:
-        new = decays[i][:, :, None] * S + k[:, i, :, None] * v[:, i, None, :]
-        y[i] = torch.einsum("hd,hde->he", q[:, i], S if read_first else new)
+        new = decays[:, i, :, None] * S + k[:, i, :, None] * v[:, i, None, :]
+        y[i] = read_state(q, S if read_first else new, i)
         S = new
-    return torch.stack([y[i] for i in range(q.shape[1])], 1)
+    return torch.stack([y[i] for i in sorted(y)], 1)
 
 
-def _delta(q, k, v, log_decay, beta, erase, read, direction, undecayed_erase):
+def read_state(q: Tensor, S: Tensor, i: int) -> Tensor:
+    """Return `q_i S` (H, E) for a state (H, D, E)."""
+    return torch.einsum("hd,hde->he", q[:, i], S)
+
+
+def delta_rule(
+    q: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    w: Tensor,
+    e: Tensor,
+    r: Tensor,
+    direction: str,
+    undecayed_erase: bool,
+) -> Tensor:
     """Compute `S = (I - e r^T) Diag(lambda) S + w v^T` and `y = q S`, with `(q . w) v` counted once."""
-    w = k if beta is None else beta[..., None] * k
-    e, r = w if erase is None else erase, k if read is None else read
+    n = q.shape[1]
+    lam = log_decay.exp()
     total = 0
-    for name, order in (("forward", range(q.shape[1])), ("backward", range(q.shape[1] - 1, -1, -1))):
-        if direction not in (name, "both"):
-            continue
+    for order in orders(direction, n).values():
         S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
         y = {}
         for i in order:
-            decayed = log_decay[:, i].exp()[:, :, None] * S
-            held = torch.einsum("hd,hde->he", r[:, i], S if undecayed_erase else decayed)
+            decayed = lam[:, i, :, None] * S
+            held = read_state(r, S if undecayed_erase else decayed, i)
             S = decayed - e[:, i, :, None] * held[:, None] + w[:, i, :, None] * v[:, i, None]
-            y[i] = torch.einsum("hd,hde->he", q[:, i], S)
-        total = total + torch.stack([y[i] for i in range(q.shape[1])], 1)
-    return total - (q * w).sum(-1)[..., None] * v if direction == "both" else total
+            y[i] = read_state(q, S, i)
+        total = total + torch.stack([y[i] for i in range(n)], 1)
+    if direction == "both":
+        total = total - (q * w).sum(-1)[..., None] * v
+    return total

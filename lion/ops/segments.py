@@ -26,7 +26,10 @@ class SegmentIndex(NamedTuple):
 
     def part(self, start: int, length: int) -> SegmentIndex:
         """Return the masks of `length` tokens from token `start`; the numbers stay those of the whole rows."""
-        return SegmentIndex(*(x if x is None else x[:, start : start + length] for x in self))
+        here = slice(start, start + length)
+        index = None if self.index is None else self.index[:, here]
+        valid = None if self.valid is None else self.valid[:, here]
+        return SegmentIndex(index, valid)
 
 
 def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex:
@@ -43,13 +46,14 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     for name, mask in (("valid", valid), ("segments", segments)):
         if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
             raise mismatch(name, "(B, L)", mask)
-    some = segments if valid is None else valid
-    if some is not None:
-        _check(some.shape, valid, segments)
     if segments is None:
+        if valid is not None:
+            _check(valid.shape, valid, None)
         return SegmentIndex(None, valid)
+    _check(segments.shape if valid is None else valid.shape, valid, segments)
     segments = segments.long()
-    valid = segments >= 0 if valid is None else valid & (segments >= 0)
+    own = segments >= 0
+    valid = own if valid is None else valid & own
     ids = segments.masked_fill(~valid, -1)
     position = torch.arange(ids.shape[1], device=ids.device)
     filled = ids.gather(1, torch.where(valid, position, 0).cummax(1).values)  # padding takes the previous id

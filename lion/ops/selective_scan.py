@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def selective_scan(
         Outputs (G, B, L, E) in the dtype of x, and the state after the last token.
     """
     if state is None:
-        state = dt.new_zeros(*dt.shape[:2], *A.shape[-2:])
+        state = dt.new_zeros(dt.shape[:2] + A.shape[-2:])
     size = min(chunk_size, TOKENS.get(x.device.type, TOKENS_ELSEWHERE), x.shape[2])
     stores = torch.is_grad_enabled()
     whole = (size == x.shape[2] or exporting()) and not stores
@@ -72,7 +71,9 @@ def scan_piece(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, start: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (G, B, T, E) of T tokens that follow the state h (G, B, E, N), and the state after them."""
-    outputs, u, B, C = [], dt * x, B.to(dt.dtype), C.to(dt.dtype)
+    u = dt * x
+    B, C = B.to(dt.dtype), C.to(dt.dtype)
+    outputs = []
     for t in range(x.shape[2]):
         h = torch.exp(dt[:, :, t, :, None] * A[:, None]) * from_start(h, start, t)
         h = h + u[:, :, t, :, None] * B[:, :, t, None]
@@ -97,17 +98,18 @@ def piece_gradients(
     `grad_h` (G, B, E, N) is the gradient of the state after the tokens, `grad_A` (G, B, E, N) the sum of the gradients
     of A by all later tokens.
     """
-    wide, T = dt.dtype, x.shape[2]
-    given = x.dtype, B.dtype, C.dtype
-    x, B, C, grad_y = (part.to(wide) for part in (x, B, C, grad_y))
-    u, decays, before, after, grads = dt * x, [], [], [], []
-    for t in range(T):
+    wide = dt.dtype
+    x_dtype, B_dtype, C_dtype = x.dtype, B.dtype, C.dtype
+    x, B, C, grad_y = x.to(wide), B.to(wide), C.to(wide), grad_y.to(wide)
+    u = dt * x
+    decays, before, after = [], [], []
+    for t in range(x.shape[2]):
         decays.append(torch.exp(dt[:, :, t, :, None] * A[:, None]))
         before.append(from_start(h, start, t))
         h = decays[t] * before[t] + u[:, :, t, :, None] * B[:, :, t, None]
         after.append(h)
-    grad_x, grad_dt = [], []
-    for t in reversed(range(T)):
+    grads, grad_x, grad_dt = [], [], []
+    for t in reversed(range(x.shape[2])):
         grad_h = grad_h + grad_y[:, :, t, :, None] * C[:, :, t, None]
         grads.append(grad_h)
         grad_u = (grad_h * B[:, :, t, None]).sum(-1)
@@ -116,16 +118,21 @@ def piece_gradients(
         grad_dt.append(grad_u * x[:, :, t] + (grad_exponent * A[:, None]).sum(-1))
         grad_A = grad_A + grad_exponent * dt[:, :, t, :, None]
         grad_h = from_start(decays[t] * grad_h, start, t)
-    grad_x, grad_dt = (torch.stack(part[::-1], 2) for part in (grad_x, grad_dt))
-    grad_B, grad_C = channel_sums(grads[::-1], u), channel_sums(after, grad_y)
-    return (grad_x.to(given[0]), grad_dt, grad_B.to(given[1]), grad_C.to(given[2])), grad_h, grad_A
+    grad_x = torch.stack(grad_x[::-1], 2).to(x_dtype)
+    grad_dt = torch.stack(grad_dt[::-1], 2)
+    grad_B = channel_sums(grads[::-1], u).to(B_dtype)
+    grad_C = channel_sums(after, grad_y).to(C_dtype)
+    return (grad_x, grad_dt, grad_B, grad_C), grad_h, grad_A
 
 
 def channel_sums(states: list[Tensor], values: Tensor) -> Tensor:
     """Return the sums (G, B, T, N) over channels of T states (G, B, E, N) times values (G, B, T, E)."""
     if stacks(values):
         return (torch.stack(states, 2) * values[..., None]).sum(3)
-    return torch.stack([(h * values[:, :, t, :, None]).sum(2) for t, h in enumerate(states)], 2)
+    sums = []
+    for t, h in enumerate(states):
+        sums.append((h * values[:, :, t, :, None]).sum(2))
+    return torch.stack(sums, 2)
 
 
 def stacks(x: Tensor) -> bool:
@@ -138,27 +145,41 @@ def stacks(x: Tensor) -> bool:
 
 def from_start(h: Tensor, start: Tensor | None, t: int) -> Tensor:
     """Return the state h (G, B, E, N), or 0 in sequences that start again at token t."""
-    return h if start is None else h.masked_fill(start[:, :, t, None, None], 0)
+    if start is None:
+        return h
+    return h.masked_fill(start[:, :, t, None, None], 0)
 
 
-def pieces(count: int, size: int, *tokens: Tensor | None, reverse: bool = False) -> Iterator[tuple[slice, list]]:
-    """Yield the place and a contiguous copy of each `size` of `count` tokens (G, B, L, ..), the last piece first if
-    `reverse`; the last piece is filled up with zeros, which change no state.
+def piece_of(x: Tensor | None, begin: int, size: int) -> Tensor | None:
+    """Return a contiguous copy of `size` tokens of x (G, B, L) or (G, B, L, E) from `begin`.
+
+    The last piece is filled up with zeros, which change no state.
     """
-    places = range(0, count, size)
-    for begin in reversed(places) if reverse else places:
-        here = slice(begin, min(begin + size, count))
-        missing = size - (here.stop - begin)
-        yield here, [x if x is None else filled(x[:, :, here], missing) for x in tokens]
-
-
-def filled(x: Tensor, missing: int) -> Tensor:
-    """Return tokens x (G, B, T) or (G, B, T, E) with `missing` zeros after them, contiguous."""
-    return F.pad(x, (*(0, 0) * (x.dim() - 3), 0, missing)) if missing else x.contiguous()
+    if x is None:
+        return None
+    piece = x[:, :, begin : begin + size]
+    missing = size - piece.shape[2]
+    if not missing:
+        return piece.contiguous()
+    if x.dim() == 3:
+        return F.pad(piece, (0, missing))
+    return F.pad(piece, (0, 0, 0, missing))
 
 
 def compiler_of(compile_steps: bool) -> Compiler:
-    return functools.partial(compiled, batch_dim=1) if compile_steps else eager
+    if compile_steps:
+        return functools.partial(compiled, batch_dim=1)
+    return eager
+
+
+def stored_states(x: Tensor, state: Tensor, size: int, stores: bool) -> Tensor:
+    """Return memory for the state before each step of `size` tokens of x (G, B, L, E); without any, if not `stores`."""
+    steps = -(-x.shape[2] // size) if stores else 0
+    return state.new_empty(steps, *state.shape)
+
+
+def result_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("lion::selective_scan", mutates_args=())
@@ -175,24 +196,31 @@ def scan(
     compile_steps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the loop; the third result holds the state before each step, for the gradients, if it `stores` them."""
-    step, count = compiler_of(compile_steps)(scan_piece), x.shape[2]
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    states = state.new_empty(-(-count // size) if stores else 0, *state.shape)
+    step = compiler_of(compile_steps)(scan_piece)
+    length = x.shape[2]
+    y = result_like(x)
+    states = stored_states(x, state, size, stores)
     A, h = A.contiguous(), state.contiguous()
     with torch.no_grad(), no_autocast(x):
-        for here, tokens in pieces(count, size, x, dt, B, C, start):
+        for begin in range(0, length, size):
             if stores:
-                states[here.start // size] = h
-            output, h = step(*tokens, A, h)
-            y[:, :, here] = output[:, :, : here.stop - here.start]
+                states[begin // size] = h
+            output, h = step(
+                piece_of(x, begin, size),
+                piece_of(dt, begin, size),
+                piece_of(B, begin, size),
+                piece_of(C, begin, size),
+                piece_of(start, begin, size),
+                A,
+                h,
+            )
+            y[:, :, begin : begin + size] = output[:, :, : length - begin]
     return y, h, states
 
 
 @scan.register_fake
 def _(x, dt, A, B, C, start, state, size, stores, compile_steps):
-    states = state.new_empty(-(-x.shape[2] // size) if stores else 0, *state.shape)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, torch.empty_like(state, memory_format=torch.contiguous_format), states
+    return result_like(x), result_like(state), stored_states(x, state, size, stores)
 
 
 @torch.library.custom_op("lion::selective_scan_gradients", mutates_args=())
@@ -210,21 +238,33 @@ def scan_gradients(
     compile_steps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, dt, A, B, C and of the first state."""
-    step, count = compiler_of(compile_steps)(piece_gradients), x.shape[2]
-    grads = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x, dt, B, C)]
+    step = compiler_of(compile_steps)(piece_gradients)
+    length = x.shape[2]
+    grads = result_like(x), result_like(dt), result_like(B), result_like(C)
     A, grad_h, grad_A = A.contiguous(), grad_state.contiguous(), torch.zeros_like(states[0])
     with torch.no_grad(), no_autocast(x):
-        for here, tokens in pieces(count, size, x, dt, B, C, start, grad_y, reverse=True):
-            h = states[here.start // size]
-            found, grad_h, grad_A = step(*tokens, A, h, grad_h, grad_A)
+        for begin in reversed(range(0, length, size)):
+            found, grad_h, grad_A = step(
+                piece_of(x, begin, size),
+                piece_of(dt, begin, size),
+                piece_of(B, begin, size),
+                piece_of(C, begin, size),
+                piece_of(start, begin, size),
+                piece_of(grad_y, begin, size),
+                A,
+                states[begin // size],
+                grad_h,
+                grad_A,
+            )
             for grad, part in zip(grads, found):
-                grad[:, :, here] = part[:, :, : here.stop - here.start]
-    return grads[0], grads[1], grad_A.sum(1), grads[2], grads[3], grad_h
+                grad[:, :, begin : begin + size] = part[:, :, : length - begin]
+    grad_x, grad_dt, grad_B, grad_C = grads
+    return grad_x, grad_dt, grad_A.sum(1), grad_B, grad_C, grad_h
 
 
 @scan_gradients.register_fake
 def _(grad_y, grad_state, x, dt, A, B, C, start, states, size, compile_steps):
-    return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in (x, dt, A, B, C, grad_state))
+    return result_like(x), result_like(dt), result_like(A), result_like(B), result_like(C), result_like(grad_state)
 
 
 @register_flop_formula(torch.ops.lion.selective_scan)
@@ -247,8 +287,11 @@ def keep_inputs(ctx, inputs, output) -> None:
 
 
 def gradients(ctx, grad_y: Tensor, grad_state: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    dx, d_dt, dA, dB, dC, first = scan_gradients(grad_y, grad_state, *ctx.saved_tensors, ctx.size, ctx.compile_steps)
-    return dx, d_dt, dA, dB, dC, None, first, None, None, None
+    x, dt, A, B, C, start, states = ctx.saved_tensors
+    of_x, of_dt, of_A, of_B, of_C, of_state = scan_gradients(
+        grad_y, grad_state, x, dt, A, B, C, start, states, ctx.size, ctx.compile_steps
+    )
+    return of_x, of_dt, of_A, of_B, of_C, None, of_state, None, None, None
 
 
 scan.register_autograd(gradients, setup_context=keep_inputs)
