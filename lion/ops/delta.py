@@ -340,7 +340,7 @@ def merged(y: Tensor, direction: str) -> Tensor:
     if direction == "backward":
         y = y.flip(0, -2)
     if direction == "both":
-        forward, backward = y.chunk(2, 1)
+        forward, backward = y.unflatten(1, (2, -1)).unbind(1)
         y = forward + backward.flip(0, -2)
     return y.movedim(0, 2).flatten(2, 3)
 
@@ -394,7 +394,7 @@ def part_states(scans: Scan, written: Written, part: Part, direction: str) -> tu
     unchanged = torch.eye(dim, dim + width, dtype=right.dtype, device=right.device)
     maps, values = chunk_states(scans.read_erase, scans.read, right, scans.erase, scans.kept, state, unchanged)
     names = scan_directions(direction)
-    every = part.gather(*maps[-1].chunk(len(names)))
+    every = part.gather(*maps[-1].unflatten(0, (len(names), -1)))
     S = torch.cat([entering_state(one, part, name == "backward") for one, name in zip(every, names)])
     return applied(maps, S), applied(values, S)
 
