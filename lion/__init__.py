@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lion.distribution import VERSION
 
 if TYPE_CHECKING:
-    from lion.evaluation.run import evaluate_run
+    from lion.functions import evaluate, train
     from lion.inference.text import generate
     from lion.layers.layout import Layout
     from lion.layers.mixers import LionAttention, make_mixer
@@ -21,7 +21,7 @@ __version__ = VERSION
 __all__ = [
     "Layout",
     "LionAttention",
-    "evaluate_run",
+    "evaluate",
     "generate",
     "linear_attention",
     "load",
@@ -29,11 +29,12 @@ __all__ = [
     "make_mixer",
     "open_run",
     "set_form",
+    "train",
 ]
 HOMES = {
     "Layout": "lion.layers.layout",
     "LionAttention": "lion.layers.mixers",
-    "evaluate_run": "lion.evaluation.run",
+    "evaluate": "lion.functions",
     "generate": "lion.inference.text",
     "linear_attention": "lion.ops",
     "load": "lion.runs",
@@ -41,6 +42,7 @@ HOMES = {
     "make_mixer": "lion.layers.mixers",
     "open_run": "lion.runs",
     "set_form": "lion.layers.mixers.base",
+    "train": "lion.functions",
 }
 
 
@@ -52,4 +54,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *HOMES])
+    return sorted(__all__)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 import lion
-from lion.distribution import NAME
+from lion.distribution import NAME, clone_folder
 
-HERE = Path(__file__).resolve().parent
 SETTINGS = {
     # Threads that wait for each other spin briefly, then sleep: left to spin, sharing the cores with one other process
     # slows small models down fifty times over.
@@ -34,8 +32,8 @@ def main() -> NoReturn:
     except FileNotFoundError:
         sys.stderr.write("error: the current folder has been deleted, change to another one\n")
         sys.exit(2)
-    env, wheel = SETTINGS | os.environ, HERE / "clone"
-    folder = str(wheel if wheel.is_dir() else HERE.parent)
+    env = SETTINGS | os.environ
+    folder = str(clone_folder())
     if folder != current:  # safe: `tools` and `data` of the current folder come last, also in child processes
         others = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
         env |= {"PYTHONPATH": os.pathsep.join([folder, *others, current]), "PYTHONSAFEPATH": "1"}

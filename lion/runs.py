@@ -138,6 +138,14 @@ def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compil
 
     An image classifier takes raw images, uint8 (B, channels, height, width), and returns logits (B, classes). Class
     names are in `model.classes`. `lion.set_form(model, "rnn")` changes the form in which the model runs.
+
+    Example:
+        >>> run = lion.train("quickstart", trainer={"steps": 2, "epochs": None, "compile": False})
+        quickstart: lion_s, ...
+        >>> model = lion.load("quickstart", compile=False)
+        >>> lion.set_form(model, "rnn")
+        >>> model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
+        torch.Size([2, 10])
     """
     model = open_run(run, checkpoint=checkpoint, ema=ema).model
     if compile:

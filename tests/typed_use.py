@@ -25,7 +25,9 @@ def runs(ids: list[int], splits: Any) -> None:
     run = lion.open_run("quickstart", ema=True)
     assert_type(run.recipe.trainer.batch_size, int)
     lion.open_run("quickstart", steps=1)  # type: ignore[call-arg]
-    assert_type(lion.evaluate_run(run, splits), list[dict[str, Any]])
+    assert_type(lion.evaluate(run, splits), list[dict[str, Any]])
+    assert_type(lion.train("quickstart", trainer={"steps": 1}).recipe.trainer.batch_size, int)
+    lion.train(3)  # type: ignore[arg-type]
     model = lion.load("gpt")
     assert_type(model.streams, bool)
     assert_type(lion.load_recipe("recipes/quickstart.yaml").trainer.batch_size, int)

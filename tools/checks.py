@@ -18,8 +18,12 @@ from lion.trainer.plan import Plan, check_rows, make_plan
 from tools.compose import make_task
 
 
-def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room: bool) -> tuple[Plan, Task]:
+def check_settings(
+    recipe: Recipe, info: Info, samples: int, world: int, *, room: bool, model: Model | None = None
+) -> tuple[Plan, Task]:
     """Return the plan and the task of a recipe on data of `samples` training samples.
+
+    `model` takes the place of the recipe's model.
 
     Raises:
         ConfigError: Settings contradict each other or the data; or, if `room` is set, the disk has too little space for
@@ -29,8 +33,9 @@ def check_settings(recipe: Recipe, info: Info, samples: int, world: int, *, room
     task.check_micro_batch(plan.micro)
     if (views := getattr(recipe.data, "repeats", 1)) > recipe.trainer.batch_size:
         raise ConfigError(f"data.repeats: {views} views of an image, more than a batch of {recipe.trainer.batch_size}")
-    model = build_on_meta(task, recipe.model)
-    check_sharing(recipe, model, world)
+    if model is None:
+        model = build_on_meta(task, recipe.model)
+        check_sharing(recipe, model, world)
     if room:
         check_space(recipe.folder, *checkpoint_bytes(model, recipe.trainer.ema is not None), recipe.trainer.keep_last)
     return plan, task

@@ -23,7 +23,8 @@ from lion.evaluation.forms import form_label
 from lion.evaluation.run import evaluate_run
 from lion.ops import FORMS
 from lion.progress import rate
-from lion.runs import find_run, open_run
+from lion.runs import LoadedRun, find_run, open_run
+from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
@@ -90,6 +91,31 @@ def main(argv: list[str]) -> int:
     if runtime is None or runtime.main:
         print(as_table(results, metric_of(recipe)))
     return 0
+
+
+def evaluate_here(
+    run: LoadedRun | str | Path,
+    splits: Splits | None,
+    form: str,
+    chunk_size: int | None,
+    *,
+    split: str | None,
+    checkpoint: str,
+    ema: bool,
+    eager: bool,
+) -> list[dict[str, Any]]:
+    """Evaluate a run for `lion.evaluate`, which describes the arguments."""
+    if not isinstance(run, LoadedRun):
+        run = open_run(run, checkpoint=checkpoint, ema=ema)
+    if form != "all":
+        choose_form(run.model, form)
+    workers = 0
+    if splits is None:
+        recipe = resolve_run(run.folder)
+        splits = build_data(recipe, run.folder)
+        check_data(splits.info, run.task.info, run.folder)
+        workers = loader_workers(recipe)
+    return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager)
 
 
 def measure_forms(

@@ -36,7 +36,6 @@ from tools.compose import build_data, check_data, digest, resolve_run
 from tools.probe import device_name, stamp
 from tools.store import Row, Store, digits, pipes, widen
 
-CHUNK = 64  # default of tokens per chunk and per step
 LATER = ("ema", "data", "fingerprint", "weights")  # fields that rows of earlier versions lack
 SETTING = ("run", "checkpoint", "split", "tokens", "batch_tokens", "device", "threads", "precision", "compiled", *LATER)
 
@@ -50,8 +49,9 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, expected a run on text")
     if args.form != "all":
         choose_form(model, args.form)
-    forms = forms_to_measure(args.form, args.chunk_size or CHUNK, forms_of(model))
-    forms = list(dict.fromkeys((form, size if form == "full" else args.chunk_size or CHUNK) for form, size in forms))
+    forms = forms_to_measure(args.form, args.chunk_size, forms_of(model))
+    if args.chunk_size != 1:  # single steps take too long
+        forms = [each for each in forms if each != ("rnn", 1)]
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
     split = args.split or ("val" if splits.test is None else "test")
@@ -90,7 +90,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     try:
         for length in args.lengths:
             known = 0 if args.form == "all" else length  # in one form, long text is not compared with the full form
-            reference = forms_to_measure("all", args.chunk_size or CHUNK, forms_of(model), known)[0]
+            reference = forms_to_measure("all", args.chunk_size, forms_of(model), known)[0]
             rows += measure_length(loaded, text, length, forms, reference, about, runtime)
     finally:  # keep results measured before Ctrl-C
         if rows:

@@ -10,10 +10,11 @@ import gc
 import json
 import os
 import shlex
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import nn
 
 from data.base import DataSet
 from lion.config import ConfigError, changed, flatten
+from lion.evaluation.run import evaluate_run
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
 from lion.ops import FORMS
@@ -29,10 +31,13 @@ from lion.runs import (
     ENVIRONMENT,
     RECIPE,
     SUMMARY,
+    LoadedRun,
     check_unlocked,
     count_parameters,
     init_from,
     lock_run,
+    open_run,
+    read_run,
     stored_recipe,
 )
 from lion.samples.base import Splits
@@ -74,6 +79,7 @@ from tools.compose import (
     resolve,
 )
 from tools.launch import Machines, launch
+from tools.listing import recipe_path
 
 SHOWN = 8  # names of classes in the first lines of a run
 SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a run share
@@ -170,7 +176,86 @@ def without_folders(item: str, recipe: Recipe) -> str:
     return f"{key}={Path(value).name}" if key in free_keys(recipe) and "/" in value else item
 
 
-def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: bool, made_by: str = "") -> int:
+def train_here(
+    recipe: Recipe | str | Path,
+    *,
+    splits: Splits | None,
+    model: Model | None,
+    form: str | None,
+    fresh: bool,
+    overrides: dict[str, Any],
+) -> LoadedRun:
+    """Train a recipe for `lion.train`, which describes the arguments."""
+    recipe = recipe_of(recipe, overrides, own_data=splits is not None)
+    if recipe.trainer.device != "auto":
+        check_device(recipe.trainer.device, 1)
+    check_unlocked(recipe.folder)
+    if not fresh:
+        check_same_recipe(recipe)
+    code = train(recipe, 1, fresh=fresh, form=form, first=True, made_by="lion.train", splits=splits, model=model)
+    if code:
+        raise KeyboardInterrupt(f"training stopped, its state is saved in {recipe.folder}; the same call resumes")
+    return trained_run(recipe.folder, model)
+
+
+def recipe_of(recipe: Recipe | str | Path, overrides: dict[str, Any], *, own_data: bool) -> Recipe:
+    """Return a recipe with settings overridden section by section.
+
+    With data of the caller, the section `data` stays a plain mapping.
+
+    Raises:
+        ConfigError: There is no such recipe, or a setting is invalid.
+    """
+    if not isinstance(recipe, (Recipe, str, Path)):
+        raise ConfigError(f"recipe: expected a name, a file or a Recipe, got {type(recipe).__name__}")
+    items = [f"{key}={json.dumps(value)}" for key, value in flatten(overrides).items()]
+    if isinstance(recipe, Recipe):
+        if not items:
+            return recipe
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / RECIPE
+            path.write_text(dump_recipe(recipe))
+            return recipe_of(path, overrides, own_data=own_data)
+    if own_data:
+        return load_recipe(recipe_path(recipe), items)
+    return resolve(recipe, items)
+
+
+def trained_run(folder: Path, model: Model | None) -> LoadedRun:
+    """Return a trained run; a model of the caller gets the best weights."""
+    if model is None:
+        return open_run(folder)
+    recipe, task, state = read_run(folder, "best")
+    model.load_state_dict(state["model"])
+    return LoadedRun(folder, recipe, task, model.cpu().eval(), {"step": state["step"]})
+
+
+class OwnData(DataSet):
+    """Data of the caller of `lion.train`."""
+
+    workers = 0
+
+    def __init__(self, splits: Splits) -> None:
+        self.splits = splits
+
+    def is_prepared(self) -> bool:
+        return True
+
+    def build(self) -> Splits:
+        return self.splits
+
+
+def train(
+    recipe: Recipe,
+    world: int,
+    *,
+    fresh: bool,
+    form: str | None,
+    first: bool,
+    made_by: str = "",
+    splits: Splits | None = None,
+    model: Model | None = None,
+) -> int:
     """Train in this process, one of `world` processes; the first one also writes the run folder and evaluates.
 
     Args:
@@ -180,13 +265,17 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         form: Form of the final evaluation, "all", or None for no evaluation.
         first: Whether this is the process of rank 0.
         made_by: The command, stored in `environment.json` of the run.
+        splits, model: Data and model of the caller, in place of those of the recipe.
 
     Returns:
         The exit code: 0, or 130 if training was stopped before its end.
     """
     if recipe.trainer.compile and not torch.cuda.is_available():
         prepare_compiler()
-    source, splits, plan, task, model = together(partial(prepare, recipe, world, fresh=fresh, first=first))
+    own_splits, own_model = splits, model
+    source, splits, plan, task, model = together(
+        partial(prepare, recipe, world, fresh=fresh, first=first, splits=own_splits, model=own_model)
+    )
     together(partial(check_data_agreement, splits))
     together(partial(check_form, model, form))
     runtime = start_runtime(
@@ -224,7 +313,8 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         if hint := slow_precision(recipe.trainer.precision, runtime.device):
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
-    trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=loader_workers(recipe))
+    workers = loader_workers(recipe) if own_splits is None else 0
+    trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=workers)
 
     def describe(state: RunState) -> None:
         """Store recipe and environment, now that all checks have passed; a complete run has them already."""
@@ -247,29 +337,38 @@ def train(recipe: Recipe, world: int, *, fresh: bool, form: str | None, first: b
         dist.barrier()
         dist.destroy_process_group()
     if evaluates and runtime.main:
-        if runtime.part is None:
+        if own_splits is not None:
+            run = trained_run(recipe.folder, own_model)
+            write_summary(recipe.folder, evaluate_run(run, own_splits, form, runtime=Runtime(runtime.device)))
+        elif runtime.part is None:
             summarise(recipe.folder, form, Runtime(runtime.device))
         print_summary(recipe)
     del lock
     return 0 if complete else 130
 
 
-def prepare(recipe: Recipe, world: int, *, fresh: bool, first: bool) -> tuple[DataSet, Splits, Plan, Task, Model]:
+def prepare(
+    recipe: Recipe, world: int, *, fresh: bool, first: bool, splits: Splits | None, model: Model | None
+) -> tuple[DataSet, Splits, Plan, Task, Model]:
     """Return data set, splits, plan, task and model of a run, after all checks that one process can make alone.
+
+    `splits` and `model` of the caller take the place of those of the recipe.
 
     Raises:
         ConfigError: The recipe does not fit the data, the processes, the disk or the folder of the run.
     """
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
-    source = open_data(recipe, begun)
+    source = open_data(recipe, begun) if splits is None else OwnData(splits)
     if needs_preparing(source) and (known := source.published()) is not None:
         info, samples = known  # may be an estimate: whether a batch can be filled is checked after preparation
         samples = max(samples, recipe.trainer.batch_size)
         check_settings(recipe, info, samples, world, room=first)  # before hours of preparation
-    splits = build_data(recipe, begun, cached=True)
-    plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first)
+    if splits is None:
+        splits = build_data(recipe, begun, cached=True)
+    plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first, model=model)
     seed_everything(recipe.seed)
-    model = task.build_model(recipe.model)
+    if model is None:
+        model = task.build_model(recipe.model)
     if recipe.init_from is not None and begun is None:  # otherwise, a checkpoint has the weights
         with hint_of_tokenizer(recipe.init_from):
             init_from(model, recipe.init_from, splits.info)
@@ -370,8 +469,12 @@ def describe_folder(recipe: Recipe, made_by: str, device: torch.device) -> None:
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:
     """Evaluate the best checkpoint in one form or in all forms; the first process writes `summary.json`."""
     results = evaluate.measure_forms(folder, form, runtime=runtime)
-    if not runtime.main:
-        return
+    if runtime.main:
+        write_summary(folder, results)
+
+
+def write_summary(folder: Path, results: list[dict[str, Any]]) -> None:
+    """Write the results of a run in all forms as `summary.json`, and for TensorBoard."""
     first = results[0]
     forms = {}
     for result in results:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lion.evaluation.timing import seconds
 from lion.layers.mixers import set_form
+from lion.ops.settings import CHUNK_SIZE
 from lion.progress import progress, rate
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
@@ -20,17 +21,20 @@ from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime
 
 LONG = 1024  # tokens; for longer samples, L x L matrices and single steps are measured only on request
-DEFAULT_SIZE = {"full": None, "chunk": 64, "rnn": 1}
 Form = tuple[str, int | None]  # name, and tokens per chunk or step
 
 
 def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
     """Return the forms that the option `form` selects, for a model with the forms `available` and samples of `length`
     tokens.
+
+    "all" includes the recurrence as printed, the rnn form with one token per step.
     """
+    size = chunk_size or CHUNK_SIZE
+    if form == "full":
+        return [("full", None)]
     if form != "all":
-        return [(form, None if form == "full" else chunk_size or DEFAULT_SIZE[form])]
-    size = chunk_size or 64
+        return [(form, size)]
     every = [("full", None), ("chunk", size), ("rnn", 1), ("rnn", size)]
     if length > LONG and "chunk" in available:
         every = [("chunk", size), ("rnn", size)]

@@ -173,6 +173,12 @@ def generate(
     Raises:
         ValueError: Another model than a GPT, a prompt that is empty or not of token ids, a mode that the model does not
             have, a negative `count`, or too few position embeddings.
+
+    Example:
+        >>> from lion.models.gpt import GPT, GPTConfig
+        >>> model = GPT(GPTConfig(mixer="lion_s", dim=16, depth=1, num_heads=2), vocabulary=50, length=8).eval()
+        >>> [row[:3] for row in lion.generate(model, [[1, 2, 3], [4, 5, 6]], 2)]
+        [[1, 2, 3], [4, 5, 6]]
     """
     if not isinstance(model, GPT):
         raise ValueError(f"model: expected a causal language model (gpt), got {type(model).__name__}")

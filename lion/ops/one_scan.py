@@ -26,7 +26,7 @@ from lion.ops.modes import exporting
 from lion.ops.piecewise import PIECE, PIECES, WHOLE, in_pieces
 from lion.ops.rotary import rotate
 from lion.ops.segments import SegmentIndex, prepared
-from lion.ops.settings import Settings, resolve_form
+from lion.ops.settings import CHUNK_SIZE, Settings, resolve_form
 from lion.ops.tokens import Tokens, mask_tokens
 
 
@@ -39,7 +39,7 @@ def one_scan_attention(
     valid: Tensor | None = None,
     segments: Tensor | SegmentIndex | None = None,
     form: str = "full",
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
     feature_map: str | None = None,
 ) -> Tensor:
     """Compute linear attention with keys normalised over the tokens of their sequence, `Y = phi(Q) (softmax_L(K)^T V)`.

@@ -26,6 +26,7 @@ from lion.ops.arguments import no_autocast
 from lion.ops.modes import exporting, transforms_active
 from lion.ops.piecewise import compiled
 from lion.ops.rnn import Compiler, eager
+from lion.ops.settings import CHUNK_SIZE
 
 TOKENS = {"cpu": 8}  # most tokens of a step; of 4, 8 and 16 the fastest with AVX512
 TOKENS_ELSEWHERE = 16  # on a GPU (not measured)
@@ -40,7 +41,7 @@ def selective_scan(
     *,
     start: Tensor | None = None,
     state: Tensor | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Scan sequences from left to right; G groups of sequences have separate A.
 

@@ -27,6 +27,7 @@ HINTS = {  # hints for names of SDPA and of other libraries
     "parallel": "did you mean 'full'?",
     "bidirectional": "did you mean 'both'?",
 }
+CHUNK_SIZE = 64  # tokens per chunk, and per step of the rnn form, where no size is given
 FULL_UP_TO = 256  # tokens; above, chunk is faster to train (`./run.sh bench ops`) and to run (`bench inference`)
 
 
@@ -95,7 +96,7 @@ class Settings:
     decay_convention: str = "source"
     feature_map: str | None = REQUIRED
     scale: float | None = None
-    chunk_size: int = 64
+    chunk_size: int = CHUNK_SIZE
     eps: float = 1e-6
     dropout_p: float = 0.0
     scan_merge: str = "masks"

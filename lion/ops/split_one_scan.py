@@ -26,7 +26,7 @@ from lion.ops.key_softmax import (
 )
 from lion.ops.one_scan import by_row, segment_softmax, weighted
 from lion.ops.segments import SegmentIndex, prepared
-from lion.ops.settings import Settings
+from lion.ops.settings import CHUNK_SIZE, Settings
 from lion.ops.tokens import Tokens, mask_tokens
 
 
@@ -39,7 +39,7 @@ def split_one_scan_attention(
     angles: Tensor | None = None,
     valid: Tensor | None = None,
     segments: SegmentIndex | None = None,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
     feature_map: str | None = None,
 ) -> Tensor:
     """Compute `one_scan_attention` of rows whose tokens are split over the processes of a group.

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from lion.ops import Gates, linear_attention, prefill
 from lion.ops.features import unit as normalized
 from lion.ops.modes import may_wait
-from lion.ops.settings import check_chunk_size
+from lion.ops.settings import CHUNK_SIZE, check_chunk_size
 from lion.trainer.compilation import can_compile
 from lion.transformers.masks import check_ends, documents_of_ends
 
@@ -42,7 +42,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     head_first: bool = False,
     *,
-    chunk_size: int = 64,
+    chunk_size: int = CHUNK_SIZE,
     compile: bool = True,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:

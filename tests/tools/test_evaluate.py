@@ -85,13 +85,13 @@ def test_processes_share_rows(run, capsys):
 def test_a_program_evaluates_a_run_on_data_of_its_own(run):
     """Check that the library gives the rows of the command, on data that are passed."""
     splits = build_data(resolve_run(run))
-    (row,) = lion.evaluate_run(lion.open_run(run), splits, "rnn", 3, split="val")
+    (row,) = lion.evaluate(lion.open_run(run), splits, "rnn", 3, split="val")
     (same,) = evaluate.measure_forms(run, "rnn", 3, split="val")
     assert without(row, MEASURED) == without(same, MEASURED)
     assert (row["form"], row["chunk_size"], row["split"]) == ("rnn", 3, "val") and row["deviation"] < 1e-4
     splits = splits._replace(test=None)
     with pytest.raises(ConfigError, match="--split test: data set 'digits' has no such split, use val"):
-        lion.evaluate_run(lion.open_run(run), splits, "rnn", 3, split="test")
+        lion.evaluate(lion.open_run(run), splits, "rnn", 3, split="test")
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.layers.weights import is_plain
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
+from lion.ops.settings import CHUNK_SIZE
 
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 
@@ -78,7 +79,7 @@ class AttentionConfig:
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
     rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
     form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
-    chunk_size: int = setting(64, min=1, free="rounding")
+    chunk_size: int = setting(CHUNK_SIZE, min=1, free="rounding")
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
     block: str = setting(BLOCKS[0], choices=BLOCKS)
