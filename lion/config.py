@@ -110,6 +110,10 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     if issubclass(schema, Section):
         hints = hints | schema.types(values)
     for name in values:
+        if name in getattr(schema, "replaced", ()):
+            if values[name] is None:  # in the stored recipe of a run
+                continue
+            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {schema.replaced[name]}")
         if name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
             likely = f"did you mean {' or '.join(map(repr, below[:3]))}?" if below else nearest(name, fields)

@@ -81,7 +81,7 @@ def test_lightnet(size, patch):
     m = recipe.model.resolved()
     assert (m.mixer, m.depth, m.dim, m.num_heads, m.patch_size) == ("lightnet", depth, dim, heads, (patch, patch))
     assert (m.tpe, m.attention.rotation, m.position_embedding) == (64, "lrpe", False)
-    assert (m.attention.direction, m.attention.out_gate_rank, m.attention.out_norm) == ("both", 64, "rmsnorm")
+    assert (m.attention.direction, m.attention.out_gate, m.attention.out_norm) == ("both", "sigmoid", "rmsnorm")
     assert model.length == (32 // patch) ** 2 + 2
     if patch == 2:
         count = millions(model)

@@ -326,10 +326,10 @@ def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, 
     assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
     built = recipe.model.resolved()
     assert (built.tpe, built.attention.rotation, built.position_embedding) == (tpe, "lrpe", False)
-    assert (built.attention.direction, built.attention.out_norm, built.attention.out_gate_rank) == (
+    assert (built.attention.direction, built.attention.out_norm, built.attention.out_gate) == (
         "both",
         "rmsnorm",
-        64,
+        "sigmoid",
     )
     model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
     gates, norms, places = 16 * 2 * 64 * 768, 16 * 768, 1

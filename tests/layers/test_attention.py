@@ -35,7 +35,7 @@ GRID = grid_layout(3, 2)
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s", "lightnet", "rwkv6", "deltaproduct"])
 def test_every_parameter_learns(mixer):
     for direction in ("both", "forward"):
-        settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate="sigmoid", out_gate_rank=2)
+        settings = AttentionConfig(direction=direction, out_norm="rmsnorm", out_gate="inner_sigmoid")
         layer = make_mixer(mixer, 12, 3, settings)
         layer(torch.randn(2, 7, 12), GRID).square().sum().backward()
         for name, parameter in layer.named_parameters():
@@ -47,7 +47,7 @@ def test_every_parameter_learns(mixer):
     list(zip([SOFTMAX, *LINEAR], itertools.cycle(["both", "forward"]), itertools.cycle(MASKS))),
 )
 def test_padding_and_segments_are_as_if_alone(mixer, direction, masks):
-    config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate="sigmoid", out_gate_rank=2)
+    config = AttentionConfig(direction=direction, out_norm="layernorm", out_gate="inner_sigmoid")
     layer = make_mixer(mixer, 12, 3, config).double()
     gives = [lambda x: layer(x, Layout.of(x, *masks))]
     if direction == "forward":
@@ -412,7 +412,7 @@ def test_a_mixer_of_another_package():
 
 
 def test_a_block_without_a_mixer_streams_with_its_shifts():
-    layer, x = make_mixer("none", 12, 3, direction="forward", token_shift=True).double(), torch.randn(2, 7, 12).double()
+    layer, x = make_mixer("none", 12, 3, direction="forward", conv_width=3).double(), torch.randn(2, 7, 12).double()
     y, state = layer.prefill(x[:, :4])
     rest, _ = layer.step(x[:, 4:], state)
     close(torch.cat([y, rest], 1), layer(x))

@@ -54,9 +54,6 @@ def test_forms_of_deltaproduct_agree_with_rotations_and_masks(direction):
 
 
 def test_settings_of_deltaproduct():
-    for part in ({"skip": True}, {"bonus": True}, {"qk_norm": "rmsnorm"}):
-        message = f"{next(iter(part))}: a token of 'deltaproduct' has several keys and val"
-        refused(message, LionAttention, DIM, HEADS, "deltaproduct", **part)
     refused("householders", LionAttention, DIM, HEADS, "deltaproduct", householders=0)
     assert DeltaProductConfig(householders=3).label() == "3 steps per token"
     layer = LionAttention(DIM, HEADS, "deltaproduct", negative_eigenvalues=False)

@@ -1,47 +1,46 @@
 """Published blocks: their formulas in plain code around the heads, whose recurrences `test_mixers` checks."""
 
+from dataclasses import dataclass, field, fields, replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lion.config import build
 from lion.layers.convolution import AdaptiveTokenShift, TokenShift
 from lion.layers.layout import Layout
-from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, resolve_mixer, set_form
+from lion.layers.mixers import MIXERS, AttentionConfig, LionAttention, make_mixer, set_form
 from lion.layers.mixers.delta import RWKV7Attention
 from lion.layers.mixers.fox import FOX
 from lion.layers.mixers.linear_transformers import RWKV6Attention
+from lion.layers.mixers.parts import Parts
+from lion.layers.mixers.registry import Entry
+from lion.layers.mixers.softmax import SoftmaxAttention
 
 from .helpers import PACKED, PADDED, check_padding, close, doubles, refused
 
-PARTS = {
-    "token_shift": True,
-    "key_heads": 1,
-    "value_ratio": 2,
-    "conv_width": 3,
-    "kv_shift": True,
-    "qk_norm": "rmsnorm",
-    "value_map": "silu",
-    "skip": True,
-    "head_norm": "groupnorm",
-    "bonus": True,
-    "out_norm": "rmsnorm",
-    "out_gate": "silu",
-    "out_gate_rank": 2,
-    "gate_first": True,
-}
-PUBLISHED = [name for name, entry in MIXERS.items() if getattr(entry.fields, "block", None)] + [FOX]
-CASES = [(name, {"block": "published"}) for name in PUBLISHED] + [("lion_s", PARTS), ("softmax", PARTS)]
-NAMES = [name if "block" in settings else f"{name}, all parts" for name, settings in CASES]
-every_case = pytest.mark.parametrize(("mixer", "settings"), CASES, ids=NAMES)
+ALL = Parts(
+    token_shift=True,
+    key_heads=1,
+    value_ratio=2,
+    conv_width=3,
+    kv_shift=True,
+    qk_norm="rmsnorm",
+    value_map="silu",
+    skip=True,
+    head_norm="groupnorm",
+    bonus=True,
+    out_norm="rmsnorm",
+    out_gate="silu",
+    out_gate_rank=2,
+    gate_first=True,
+)
+PUBLISHED = [name for name, entry in MIXERS.items() if getattr(entry.fields, "published", None)] + [FOX]
+every_case = pytest.mark.parametrize("mixer", [*PUBLISHED, "lion_s, all parts", "softmax, all parts"])
 every_direction = pytest.mark.parametrize("direction", ["both", "forward"])
 
 
 # What each publication has around its recurrence, copied from it (or from recipes.md, section 8.3), not from the code.
-PLAIN = dict(token_shift=False, key_heads=None, conv_width=0, kv_shift=False, qk_norm="none", value_map="identity")
-PLAIN |= dict(
-    conv_first=False, value_ratio=1, skip=False, head_norm="none", bonus=False, out_gate="none", out_gate_rank=None
-)
-PLAIN |= dict(out_norm=None, gate_first=False)
 CONVOLVED = dict(feature_map="silu_unit", conv_width=4, value_map="silu", head_norm="rmsnorm")  # unit q and k
 LOW_RANK = dict(out_gate="sigmoid", out_gate_rank=0)  # 0: the head dimension
 NORM_AND_GATE = dict(head_norm="groupnorm", out_gate="silu")
@@ -65,16 +64,31 @@ PUBLICATIONS = {
 }
 
 
+class EveryPart(SoftmaxAttention):
+    published = ALL
+
+
+@pytest.fixture(autouse=True)
+def mixers_with_all_parts(monkeypatch):
+    lion_s = MIXERS["lion_s"]
+    all_parts = lion_s._replace(fields=replace(lion_s.fields, published=ALL))
+    monkeypatch.setitem(MIXERS, "lion_s, all parts", all_parts)
+    monkeypatch.setitem(MIXERS, "softmax, all parts", Entry(EveryPart))
+
+
 def test_published_blocks_have_the_settings_of_their_publication():
+    names = {field.name for field in fields(Parts)}
     for mixer in PUBLISHED:
-        config = resolve_mixer(mixer, AttentionConfig(block="published"))
-        for name, value in (PLAIN | PUBLICATIONS[mixer]).items():
-            assert getattr(config, name) == value, (mixer, name)
+        layer = make_mixer(mixer, 12, 3, AttentionConfig(block="published"))
+        wanted = PUBLICATIONS[mixer]
+        assert layer.parts == Parts(**{name: value for name, value in wanted.items() if name in names}), mixer
+        for name in wanted.keys() - names:
+            assert getattr(layer.config, name) == wanted[name], (mixer, name)
 
 
-def make(mixer, settings, direction="both"):
+def make(mixer, direction="both", block="published"):
     torch.manual_seed(0)
-    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction, **settings)).double().eval()
+    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction, block=block)).double().eval()
     for parameter in layer.parameters():  # norms and mixes start at numbers that hide faults
         parameter.data += 0.1 * torch.randn_like(parameter)
     return layer
@@ -82,7 +96,7 @@ def make(mixer, settings, direction="both"):
 
 def formula(layer, x, direction):
     """Compute a layer of x (B, L, dim) in plain code; only the mixing of heads is the layer's."""
-    c, H = layer.config, 3
+    c, H = layer.parts, 3
     width = layer.value_dim * H
     before, after = F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(x, (0, 0, 0, 1))[:, 1:]
     other = before if direction == "forward" else (before + after) / 2
@@ -142,7 +156,7 @@ def mixes(shift, x, other):
 
 
 def convolve(layer, x, direction):
-    width, weight = layer.config.conv_width, layer.conv.weight.T[:, None]
+    width, weight = layer.parts.conv_width, layer.conv.weight.T[:, None]
     left = width - 1 if direction == "forward" else width // 2
     return F.conv1d(F.pad(x.mT, (left, width - 1 - left)), weight, layer.conv.bias, groups=len(weight)).mT
 
@@ -177,11 +191,11 @@ def biases(layer):
 
 @every_case
 @every_direction
-def test_parts_are_their_formulas(mixer, settings, direction):
+def test_parts_are_their_formulas(mixer, direction):
     """Check outputs and the gradients of the input and of all parameters."""
-    layer, x = make(mixer, settings, direction), torch.randn(2, 9, 12, dtype=torch.double, requires_grad=True)
+    layer, x = make(mixer, direction), torch.randn(2, 9, 12, dtype=torch.double, requires_grad=True)
     weight, leaves, found = doubles(2, 9, 12), [x, *layer.parameters()], []
-    for form in ("full", "chunk", "rnn") if mixer == "lion_s" else ("auto",):
+    for form in ("full", "chunk", "rnn") if mixer == "lion_s, all parts" else ("auto",):
         set_form(layer, form, 4)
         y = layer(x)
         found.append((y, *torch.autograd.grad((y * weight).sum(), leaves)))
@@ -194,7 +208,7 @@ def test_parts_are_their_formulas(mixer, settings, direction):
 
 @torch.no_grad()
 def test_decay_and_erase_of_rwkv7_read_their_own_mix():
-    layer, x, y = make("rwkv7", {"block": "published"}), *doubles(2, 1, 5, 12)
+    layer, x, y = make("rwkv7"), *doubles(2, 1, 5, 12)
     rule, k = layer.decays[0], doubles(1, 3, 5, 4)
     both, of_x, of_y = (rule(t, k) for t in (torch.cat([x, y], -1), x, y))
     assert layer.token_shift.mix.shape == (6, 12) and not torch.equal(of_x.k, of_y.k)
@@ -204,15 +218,15 @@ def test_decay_and_erase_of_rwkv7_read_their_own_mix():
 
 @every_case
 @every_direction
-def test_padding_and_segments(mixer, settings, direction):
-    check_padding(make(mixer, settings, direction), PADDED, PACKED)
+def test_padding_and_segments(mixer, direction):
+    check_padding(make(mixer, direction), PADDED, PACKED)
 
 
 @every_case
 @torch.no_grad()
-def test_streams(mixer, settings):
+def test_streams(mixer):
     """Check a prompt and steps of one and several tokens, with padding, against the whole; and without a prompt."""
-    layer, x = make(mixer, settings, "forward"), doubles(2, 9, 12)
+    layer, x = make(mixer, "forward"), doubles(2, 9, 12)
     whole = layer(x)
     start, state = layer.prefill(x[:, :3])
     first, state = layer.step(x[:, 3:4], state)
@@ -233,7 +247,7 @@ def test_streams(mixer, settings):
 def test_token_shift_starts_half_way():
     x = torch.arange(1.0, 4)[None, :, None]
     assert torch.equal(AdaptiveTokenShift(1, 2)(x), TokenShift(1, 2)(x))
-    assert type(make("rwkv6", {"block": "published"}).token_shift) is AdaptiveTokenShift
+    assert type(make("rwkv6").token_shift) is AdaptiveTokenShift
     assert TokenShift(1, 1, "forward")(x).flatten().tolist() == [0.5, 1.5, 2.5]
     assert TokenShift(1, 1, "backward")(x).flatten().tolist() == [1.5, 2.5, 1.5]
     assert TokenShift(1, 2, "both")(x)[0].T.tolist() == [[1.0, 2.0, 2.0]] * 2
@@ -243,38 +257,48 @@ def test_token_shift_starts_half_way():
 def test_every_mixer_has_both_blocks():
     """Check that a sweep over mixers can set `block`, which changes those alone that have parts to add."""
     x = doubles(1, 5, 12)
-    for mixer in MIXERS:
-        plain, published = (make(mixer, {"block": block}, "forward") for block in ("plain", "published"))
+    for mixer in [name for name in MIXERS if "all parts" not in name]:
+        plain, published = (make(mixer, "forward", block) for block in ("plain", "published"))
         assert torch.equal(plain(x), published(x)) == (mixer not in PUBLISHED), mixer
 
 
 def test_published_blocks_are_overridden_by_settings():
-    layer = LionAttention(12, 3, "mamba2", block="published", value_ratio=1, out_gate="none")
-    assert (layer.value_dim, layer.out_gate, layer.key_heads, layer.conv.offsets) == (4, None, 1, range(-2, 2))
+    layer = LionAttention(12, 3, "mamba2", block="published", out_gate="none", conv_width=3)
+    assert (layer.value_dim, layer.out_gate, layer.key_heads, layer.conv.offsets) == (8, None, 1, range(-1, 2))
     assert LionAttention(12, 3, "lion_s", block="published").config.conv_width == 0
 
 
 def test_a_gate_has_the_rank_of_its_publication():
     def sizes(mixer, **settings):
         gate = LionAttention(12, 3, mixer, block="published", **settings).out_gate
-        return [tuple(part.weight.shape) for part in gate]
+        return [tuple(part.weight.shape) for part in gate if hasattr(part, "weight")]
 
-    assert len(LionAttention(12, 3, out_gate="inner_sigmoid").out_gate[0].weight) == 4  # such a gate has some rank
+    assert sizes("lion_s", out_gate="inner_sigmoid") == [(4, 12), (12, 4)]  # such a gate has some rank
     for mixer in ("kda", "gdn2"):
-        assert sizes(mixer) == sizes(mixer, out_gate_rank=0) == [(4, 12), (12, 4)]
-        assert sizes(mixer, out_gate_rank=2) == [(2, 12), (12, 2)]
+        assert sizes(mixer) == sizes(mixer, out_gate="sigmoid") == [(4, 12), (12, 4)]
+        assert sizes(mixer, out_gate="silu") == [(12, 12)]
+
+
+def test_parts_of_published_blocks_are_not_settings():
+    """Check that a part that is set names what replaces it; stored recipes hold null for each."""
+    refused("token_shift: unknown setting of mixer 'rwkv6'", LionAttention, 12, 3, "rwkv6", token_shift=True)
+    for value, message in ((None, None), ("true", "attention.token_shift: a part of published blocks")):
+        given = {"attention": {"token_shift": value}}
+        if message is None:
+            assert build(Holder, given, source=str).attention == AttentionConfig()
+        else:
+            refused(message, build, Holder, given, source=str)
+
+
+@dataclass
+class Holder:
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 
 def test_bad_parts():
     for mixer, settings, message in (
-        ("lion_s", {"out_gate_rank": 2}, "out_gate_rank: there is no gate, set out_gate to sigmoid or silu"),
-        ("lion_s", {"key_heads": 2}, "key_heads: expected a divisor of num_heads=3, got 2"),
-        ("gdn2", {"value_ratio": 2}, "value_ratio 2: mixer 'gdn2' has a gate for each value, use 1"),
-        ("lion_s_hippo", {"value_ratio": 2}, "value_start 'zoh' makes a square matrix, use value_ratio 1 or 'dense'"),
-        ("lion_s", {"conv_first": True}, "conv_first: expected a conv_width, no token_shift, and value_ratio 1"),
-        ("xlstm", {"block": "published", "token_shift": True}, "conv_first: expected a conv_width, no token_shift"),
+        ("xlstm", {"block": "published", "conv_width": 0}, "conv_width: the convolution of this block comes before"),
         ("lion_s", {"conv_width": -1}, "conv_width: expected at least 0, got -1"),
-        ("lion_s", {"gate_first": True}, "gate_first: there is no gate, set out_gate to sigmoid or silu"),
         ("lion_s", {"conv_width": "3"}, "conv_width: expected 3, got '3'"),
         ("lion_s", {"conv_width": 2.5}, "conv_width: expected a whole number, got 2.5"),
         ("lion_s", {"qkv_bias": "false"}, "qkv_bias: expected true or false, got 'false'"),

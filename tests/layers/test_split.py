@@ -19,7 +19,7 @@ SEGMENTS = torch.tensor([[4] * 2 + [7] * 7 + [1] * 2, [0, 0, 0, 3, -1, 3, 5, 5, 
 BY_HEADS = ("softmax", "fox", "performer", "deltaproduct")
 WITH_NEIGHBOURS = {  # wider than the parts of 4 processes
     "lion_s": {"conv_width": 9},
-    "rwkv6": {"token_shift": True, "conv_width": 2},
+    "rwkv6": {"block": "published", "conv_width": 2},
     "hydra": {"state": 4},
     "vim": {"state": 2, "chunk_size": 2},
 }

@@ -294,9 +294,7 @@ OTHER = [  # settings of a run whose model transformers' own BERT cannot be
     "model.position_embedding=false",
     "model.attention.out_norm=layernorm",
     "model.attention.feature_map=elu1",
-    "model.attention.key_heads=1",
-    "model.attention.value_ratio=2",
-    "model.attention.value_map=silu",
+    "model.attention.block=published",
 ]
 
 

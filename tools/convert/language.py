@@ -28,9 +28,7 @@ from tools.convert.files import CheckpointContents
 PLAIN = {  # our settings for the attention and the blocks of these models
     "attention.feature_map": None,
     "attention.rotation": NO_ROTATION,
-    "attention.key_heads": None,
-    "attention.value_ratio": 1,
-    "attention.value_map": "identity",
+    "attention.block": "plain",
     "norm": "layernorm",
     "position_embedding": True,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,6 +22,7 @@ from lion.layers.mixers.parts import (
     OUT_GATES,
     PLAIN_BLOCK,
     BlockState,
+    Parts,
     make_gate,
 )
 from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
@@ -32,6 +33,7 @@ from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGE
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from lion.ops.settings import CHUNK_SIZE
 
+PARTS_OF_BLOCKS = sorted({field.name for field in fields(Parts)} - {"conv_width", "out_norm", "out_gate"})
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 
 
@@ -49,25 +51,10 @@ class AttentionConfig:
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
-    `block="published"` adds the parts that the publication of the mixer has around its recurrence; the mixers of LION
-    have none. In most mixers each part can be set by itself; others refuse it. In the order of computation they are:
-
-    - `token_shift` mixes each token with the one before (`lion.layers.convolution.TokenShift`), with separate weights
-      for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate. RWKV-6's depend on the token.
-    - `key_heads` is the number of heads of q and k, which a group of heads shares (1: all heads). None is the number
-      of heads. `value_ratio` is the head dimension of v divided by that of q and k.
-    - `conv_width` is the width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a
-      bias if the projections have one (`qkv_bias`). With `conv_first` it is one of x: q and k read `c = silu(conv(x))`,
-      v reads x, and `s * c` with learned s is added to the outputs after `head_norm`, as in xLSTM.
-    - `kv_shift` mixes k and v with those before, by a gate (`lion.layers.convolution.KeyValueShift`).
-    - `qk_norm` is a norm of each head of q and k.
-    - `value_map` is a feature map of v.
-    - `skip` adds `D_h v_i` to the output of head h.
-    - `head_norm` is a norm of each head, `out_norm` a norm over the whole width. Between them, `bonus` adds
-      `(q_i . (r_h * k_i)) v_i` with learned r_h, from the q and k before their feature map.
-    - `out_gate` multiplies by `silu(x W)`, `sigmoid(x W)`, or `sigmoid(x W1) W2` ("inner_sigmoid"), after the norms, or
-      before `out_norm` (`gate_first`). W is a product of two matrices with `out_gate_rank` columns between them (0: the
-      head dimension; None: the rank of the mixer, usually a full matrix).
+    `block="published"` adds the parts that the publication of the mixer has around its recurrence
+    (`lion.layers.mixers.parts.Parts`); the mixers of LION have none. Three of these parts can be set for any mixer, in
+    either block: `conv_width`, the width of a convolution of q, k and v (0: none), `out_norm`, a norm over the whole
+    width after the heads, and `out_gate`, a gate on the outputs.
     """
 
     feature_map: str | None = setting(None, choices=FEATURE_MAPS)
@@ -83,21 +70,13 @@ class AttentionConfig:
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
     block: str = setting(BLOCKS[0], choices=BLOCKS)
-    token_shift: bool | None = None
-    key_heads: int | None = setting(None, min=1)
-    value_ratio: int | None = setting(None, min=1, max=8)
     conv_width: int | None = setting(None, min=0, max=64)
-    conv_first: bool | None = None
-    kv_shift: bool | None = None
-    qk_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
-    value_map: str | None = setting(None, choices=FEATURE_MAPS)
-    skip: bool | None = None
-    head_norm: str | None = setting(None, choices=(NO_PART, *HEAD_NORMS))
-    bonus: bool | None = None
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
-    out_gate_rank: int | None = setting(None, min=0)
-    gate_first: bool | None = None
+
+    replaced: ClassVar[Mapping[str, str]] = MappingProxyType(
+        dict.fromkeys(PARTS_OF_BLOCKS, "a part of published blocks, which attention.block=published adds")
+    )
 
     def label(self) -> str:
         """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
@@ -105,11 +84,13 @@ class AttentionConfig:
 
     def block_label(self) -> str:
         """Return a label of the parts around the heads that are set; "" if the block is plain."""
-        parts = ["published block"] * (self.block != BLOCKS[0])
-        for name in (*PLAIN_BLOCK, "key_heads"):
+        parts = []
+        if self.block != BLOCKS[0]:
+            parts.append("published block")
+        for name in ("conv_width", "out_norm", "out_gate"):
             value = getattr(self, name)
             if value is not None:
-                parts.append(f"{name.replace('_', ' ')} {str(value).lower()}")
+                parts.append(f"{name.replace('_', ' ')} {value}")
         return ", ".join(parts)
 
     def at(self, layer: int) -> AttentionConfig:
@@ -166,46 +147,60 @@ class Attention(Mixer):
     """
 
     Config = AttentionConfig
+    parts: Parts
     Shift: ClassVar[type[TokenShift]] = TokenShift
     shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
     head_eps: ClassVar[float] = 1e-5  # of `head_norm`
-    # Settings of the published block, for mixers whose entry in `MIXERS` has none.
-    published: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    published: ClassVar[Parts] = PLAIN_BLOCK  # the published block, for mixers whose entry in `MIXERS` has none
 
-    def __init__(self, dim: int, num_heads: int, config: AttentionConfig) -> None:
+    def __init__(self, dim: int, num_heads: int, config: AttentionConfig, parts: Parts) -> None:
         super().__init__()
         check_width(dim, num_heads)
         if config.direction == ALTERNATING:
             raise ValueError(f"direction: {ALTERNATING!r} is for a model, a single layer is 'forward' or 'backward'")
         self.num_heads, self.head_dim = num_heads, dim // num_heads
-        self.config = c = config
-        self.key_heads, self.value_dim = c.key_heads or num_heads, self.head_dim * c.value_ratio
+        self.config = config
+        self.parts = parts
+        self.key_heads = parts.key_heads or num_heads
+        self.value_dim = self.head_dim * parts.value_ratio
         if num_heads % self.key_heads:
-            raise ValueError(f"key_heads: expected a divisor of num_heads={num_heads}, got {self.key_heads}")
+            raise ValueError(f"num_heads: expected a multiple of the {self.key_heads} heads of keys, got {num_heads}")
         keys, width = self.key_heads * self.head_dim, num_heads * self.value_dim
         self.widths = self.projected(keys, width)
-        self.token_shift = self.Shift(dim, self.shifts, c.direction) if c.token_shift else None
-        self.qkv = nn.Linear(dim, sum(self.widths), bias=c.qkv_bias)
-        channels = dim if c.conv_first else sum(self.widths)
-        self.conv = ShortConvolution(channels, c.conv_width, c.direction, c.qkv_bias) if c.conv_width else None
-        self.conv_skip = nn.Parameter(torch.ones(dim)) if c.conv_first else None
-        sizes = self.head_dim, self.value_dim
-        heads = tuple(width // size for width, size in zip(self.widths[1:3], sizes))
-        self.kv_shift = KeyValueShift(dim, heads, sizes, c.direction) if c.kv_shift else None
+        self.token_shift = None
+        if parts.token_shift:
+            self.token_shift = self.Shift(dim, self.shifts, config.direction)
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=config.qkv_bias)
+        self.conv = self.conv_skip = self.kv_shift = None
+        if parts.conv_width:
+            channels = dim if parts.conv_first else sum(self.widths)
+            self.conv = ShortConvolution(channels, parts.conv_width, config.direction, config.qkv_bias)
+        if parts.conv_first:
+            self.conv_skip = nn.Parameter(torch.ones(dim))
+        if parts.kv_shift:
+            sizes = self.head_dim, self.value_dim
+            heads = self.widths[1] // self.head_dim, self.widths[2] // self.value_dim
+            self.kv_shift = KeyValueShift(dim, heads, sizes, config.direction)
         self.proj = nn.Linear(width, dim)
         self.rotation = None
         if config.rotation not in (None, NO_ROTATION):
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
-        norm = None if c.qk_norm == NO_PART else HEAD_NORMS[c.qk_norm]
-        self.qk_norm = nn.ModuleList(norm(num_heads, self.head_dim) for _ in range(2)) if norm else None
-        self.skip = nn.Parameter(torch.ones(num_heads)) if c.skip else None
-        self.bonus = nn.Parameter(torch.zeros(num_heads, self.head_dim)) if c.bonus else None
+        self.qk_norm = self.skip = self.bonus = self.head_norm = self.out_norm = self.out_gate = None
+        if parts.qk_norm != NO_PART:
+            norm = HEAD_NORMS[parts.qk_norm]
+            self.qk_norm = nn.ModuleList([norm(num_heads, self.head_dim), norm(num_heads, self.head_dim)])
+        if parts.skip:
+            self.skip = nn.Parameter(torch.ones(num_heads))
+        if parts.bonus:
+            self.bonus = nn.Parameter(torch.zeros(num_heads, self.head_dim))
         self.optim_factors = undecayed("bonus")
-        self.head_norm = None
-        if c.head_norm != NO_PART:
-            self.head_norm = HEAD_NORMS[c.head_norm](num_heads, self.value_dim, self.head_eps)
-        self.out_norm = None if c.out_norm in (None, NO_NORM) else NORMS[c.out_norm](width, eps=1e-5)
-        self.out_gate = None if c.out_gate == NO_PART else make_gate(dim, width, self.gate_rank, c.out_gate)
+        if parts.head_norm != NO_PART:
+            self.head_norm = HEAD_NORMS[parts.head_norm](num_heads, self.value_dim, self.head_eps)
+        if parts.out_norm not in (None, NO_NORM):
+            self.out_norm = NORMS[parts.out_norm](width, eps=1e-5)
+        if parts.out_gate != NO_PART:
+            rank = self.head_dim if parts.out_gate_rank == 0 else parts.out_gate_rank
+            self.out_gate = make_gate(dim, width, rank, parts.out_gate)
 
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         """Mix tokens x (B, L, dim).
@@ -254,11 +249,6 @@ class Attention(Mixer):
         """Return whether the projections read neighbouring tokens."""
         return any(part is not None for part in self.windows)
 
-    @property
-    def gate_rank(self) -> int | None:
-        """Return the rank of the output gate; None: a full matrix."""
-        return self.head_dim if self.config.out_gate_rank == 0 else self.config.out_gate_rank
-
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:
         """Return the widths of the projections to q, k and v, for the widths of the keys and values of all heads."""
         return keys, keys, values
@@ -301,7 +291,7 @@ class Attention(Mixer):
             shifted, tails[0] = run(self.token_shift, x, 0)
             *parts, gate = (shifted[..., i * x.shape[-1] :][..., : x.shape[-1]] for i in (0, 1, 2, self.shifts - 1))
             x = shifted[..., 3 * x.shape[-1] : -x.shape[-1]]
-        elif self.config.conv_first:
+        elif self.parts.conv_first:
             convolved, tails[1] = run(self.conv, x, 1)
             convolved = F.silu(convolved)
             parts = convolved, convolved, x
@@ -323,8 +313,8 @@ class Attention(Mixer):
         q, k = (self.by_head(t, self.key_heads) for t in (q, k))
         if self.qk_norm is not None:
             q, k = (norm(t).to(t.dtype) for norm, t in zip(self.qk_norm, (q, k)))
-        if self.config.value_map != "identity":
-            v = apply_feature_map(self.config.value_map, v)
+        if self.parts.value_map != "identity":
+            v = apply_feature_map(self.parts.value_map, v)
         return Inputs(x, q, k, self.by_head(v, self.num_heads), gate, convolved), tails
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:
@@ -358,12 +348,16 @@ class Attention(Mixer):
         y = y.transpose(1, 2).flatten(2)
         if self.conv_skip is not None:
             y = y + (self.conv_skip * inputs.convolved).to(y.dtype)
-        gate = None if self.out_gate is None else OUT_GATES[self.config.out_gate](self.out_gate(inputs.gate))
-        if gate is not None and self.config.gate_first:
+        gate = None
+        if self.out_gate is not None:
+            gate = OUT_GATES[self.parts.out_gate](self.out_gate(inputs.gate))
+        if gate is not None and self.parts.gate_first:
             y = y * gate
         if self.out_norm is not None:
             y = self.out_norm(y, layout)
-        return self.proj(y if gate is None or self.config.gate_first else y * gate)
+        if gate is not None and not self.parts.gate_first:
+            y = y * gate
+        return self.proj(y)
 
     def bonus_keys(self, inputs: Inputs) -> Tensor:
         """Return the keys (B, H, L, D) of the bonus."""

@@ -6,7 +6,7 @@ The recurrences are those of `lion.ops.delta`; all gates are computed in float32
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lion.layers.mixers.attention import AttentionConfig, Inputs
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import RWKV_EPS, DiscreteDecay, inverse_softplus_steps
+from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.optim_factors import undecayed
 from lion.layers.weights import linear
@@ -200,17 +201,19 @@ class RWKV7Attention(LionAttention):
             return self.decays[0].written(inputs.k, a)
 
 
-BLOCK = {"conv_width": 4, "value_map": "silu", "head_norm": "rmsnorm"}
-LOW_RANK_GATE = {"out_gate": "sigmoid", "out_gate_rank": 0}  # the rank is the head dimension
+BLOCK = Parts(conv_width=4, value_map="silu", head_norm="rmsnorm")
+GATED_BLOCK = replace(BLOCK, out_gate="sigmoid", out_gate_rank=0)  # the rank is the head dimension
 UNIT: dict[str, Any] = {"feature_map": "silu_unit"}
 FAMILY = {
     "deltanet": Entry(
         DeltaAttention,
-        LinearMixer(DeltaRule, **UNIT, scale=1.0, source="2406.06484", block=BLOCK),
+        LinearMixer(DeltaRule, **UNIT, scale=1.0, source="2406.06484", published=BLOCK),
     ),
     "gated_deltanet": Entry(
         DeltaAttention,
-        LinearMixer(GatedDeltaRule, **UNIT, source="2412.06464", block={**BLOCK, "out_gate": "silu", "value_ratio": 2}),
+        LinearMixer(
+            GatedDeltaRule, **UNIT, source="2412.06464", published=replace(BLOCK, out_gate="silu", value_ratio=2)
+        ),
     ),
     "kda": Entry(
         DeltaAttention,
@@ -218,7 +221,7 @@ FAMILY = {
             KimiDeltaRule,
             **UNIT,
             source="Kimi Linear, 2510.26692",
-            block={**BLOCK, **LOW_RANK_GATE},
+            published=GATED_BLOCK,
         ),
     ),
     "comba": Entry(
@@ -228,7 +231,7 @@ FAMILY = {
             **UNIT,
             undecayed_erase=True,
             source="2506.02475",
-            block={**BLOCK, "out_gate": "sigmoid", "value_ratio": 2},
+            published=replace(BLOCK, out_gate="sigmoid", value_ratio=2),
             left_out="norm of the corrected q and of p (released kernels)",
         ),
     ),
@@ -238,7 +241,7 @@ FAMILY = {
             ChannelDeltaRule,
             **UNIT,
             source="Gated DeltaNet-2, 2605.22791",
-            block={**BLOCK, **LOW_RANK_GATE},
+            published=GATED_BLOCK,
         ),
     ),
     "rwkv7": Entry(
@@ -248,13 +251,9 @@ FAMILY = {
             scale=1.0,
             undecayed_erase=True,
             source="2503.14456",
-            block={
-                "token_shift": True,
-                "head_norm": "groupnorm",
-                "bonus": True,
-                "out_gate": "inner_sigmoid",
-                "out_gate_rank": 128,
-            },
+            published=Parts(
+                token_shift=True, head_norm="groupnorm", bonus=True, out_gate="inner_sigmoid", out_gate_rank=128
+            ),
             left_out="values of the first layer",
         ),
     ),

@@ -12,7 +12,7 @@ directions, what a token reads of its own n steps is counted once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +21,10 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import check_state
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
 from lion.layers.mixers.linear import LinearMixer, LinearState
-from lion.layers.mixers.parts import NO_PART
 from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
 from lion.layers.weights import linear
@@ -65,14 +63,6 @@ class DeltaProductAttention(DeltaAttention):
 
     Config = DeltaProductConfig
     config: DeltaProductConfig
-
-    @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> DeltaProductConfig:
-        out = DeltaAttention.resolve(name, config)
-        for part in ("skip", "qk_norm", "bonus"):
-            if getattr(out, part) not in (False, NO_PART):
-                raise ValueError(f"{part}: a token of {name!r} has several keys and values")
-        return out
 
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:
         return keys, self.config.householders * keys, self.config.householders * values
@@ -181,6 +171,6 @@ class DeltaProductAttention(DeltaAttention):
 FAMILY = {
     "deltaproduct": Entry(
         DeltaProductAttention,
-        LinearMixer(ProductRule, **UNIT, source="2502.10297", block={**BLOCK, "out_gate": "silu", "value_ratio": 2}),
+        LinearMixer(ProductRule, **UNIT, source="2502.10297", published=replace(BLOCK, out_gate="silu", value_ratio=2)),
     ),
 }

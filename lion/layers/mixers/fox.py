@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import add
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.lion import SelectiveDecay
-from lion.layers.mixers.parts import describe
+from lion.layers.mixers.parts import Parts, describe
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
 from lion.layers.shares import by_heads
@@ -51,9 +50,7 @@ class ForgettingAttention(SoftmaxAttention):
     With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
     """
 
-    published = MappingProxyType(
-        {"kv_shift": True, "qk_norm": "rmsnorm", "head_norm": "rmsnorm", "out_gate": "sigmoid"}
-    )
+    published = Parts(kv_shift=True, qk_norm="rmsnorm", head_norm="rmsnorm", out_gate="sigmoid")
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any

@@ -194,8 +194,6 @@ class HippoAttention(LionAttention):
         elif c.decay_gate is not None:
             raise ValueError(f"decay_gate: mixer {name!r} has none, because its decays do not depend on the tokens")
         c = fill(c, {"value_start": "dense" if c.spectrum == RANDOM else "zoh"})
-        if c.value_start != "dense" and (c.value_ratio or 1) != 1:
-            raise ValueError(f"value_start {c.value_start!r} makes a square matrix, use value_ratio 1 or 'dense'")
         return LionAttention.resolve(name, c)
 
     def make_decays(self, dim: int) -> list[Decay]:

@@ -21,6 +21,7 @@ from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.weights import linear
 from lion.ops import Gates, log_sum_outside, logcumsumexp, one_scan_attention, split_one_scan_attention
@@ -162,9 +163,7 @@ FAMILY = {
             feature_map="silu",
             key_map="identity",
             scale=1.0,
-            out_norm="rmsnorm",
-            out_gate="sigmoid",
-            out_gate_rank=64,
+            plain=Parts(out_norm="rmsnorm", out_gate="sigmoid", out_gate_rank=64),
             source="LightNet, 2405.21022",
             left_out="nothing",
         ),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from lion.layers.mixers.attention import (
 )
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.decay import Decay, Gating, fold
-from lion.layers.mixers.parts import NO_PART, describe, with_block
+from lion.layers.mixers.parts import PLAIN_BLOCK, Parts, describe, parts_of, with_parts
 from lion.layers.mixers.registry import MIXERS, own_settings
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
@@ -54,9 +53,8 @@ class LinearMixer:
             the backward direction.
         rotation: Entry of `ROTATIONS` that rotates q and k.
         undecayed_erase: Whether the erase of a delta rule reads the undecayed state (`lion.ops.Settings`).
-        out_norm, out_gate, out_gate_rank: Norm and gate after the heads of every block, as in `AttentionConfig`;
-            `out_norm` None: the model decides.
-        block: Settings of the published block that differ from `parts.PLAIN_BLOCK`.
+        plain: Parts around the heads in every block.
+        published: Parts of the published block; None: those of `plain`.
         source: Publication.
         left_out: Parts of the published block, around its recurrence, that this entry leaves out.
     """
@@ -70,12 +68,14 @@ class LinearMixer:
     causal_decay_convention: str = "target"
     rotation: str = "none"
     undecayed_erase: bool = False
-    out_norm: str | None = None
-    out_gate: str = NO_PART
-    out_gate_rank: int | None = None
-    block: Mapping[str, Any] = field(default_factory=dict)
+    plain: Parts = PLAIN_BLOCK
+    published: Parts | None = None
     source: str = ""
     left_out: str = ""
+
+    def parts(self, config: AttentionConfig) -> Parts:
+        """Return the parts around the heads of a layer with these settings."""
+        return parts_of(config, self.plain, self.published or self.plain)
 
 
 def linear_mixers() -> dict[str, LinearMixer]:
@@ -130,10 +130,8 @@ class LionAttention(Attention):
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
             "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
-            `chunk_size`, `qkv_bias`, `score_dropout`. `block` set to "published" adds the parts around the published
-            recurrence; in most mixers each can be set by itself (`AttentionConfig`): `token_shift`, `key_heads`,
-            `value_ratio`, `conv_width`, `conv_first`, `kv_shift`, `qk_norm`, `value_map`, `skip`, `head_norm`,
-            `bonus`, `out_norm`, `out_gate`, `out_gate_rank`, `gate_first`.
+            `chunk_size`, `qkv_bias`, `score_dropout`, `conv_width`, `out_norm`, `out_gate`. `block` set to "published"
+            adds the parts around the published recurrence.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.
@@ -157,7 +155,8 @@ class LionAttention(Attention):
         if mixer not in linear:
             other = f"use lion.make_mixer({mixer!r}, ..)" if mixer in MIXERS else nearest(mixer, linear, "")
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
+        config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
+        super().__init__(dim, num_heads, config, linear[mixer].parts(config))
         self.mixer = linear[mixer]
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
@@ -193,8 +192,7 @@ class LionAttention(Attention):
         filled = {name: getattr(entry, name) for name in ("feature_map", "normalize", "rotation")}
         both = config.direction == "both"
         filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
-        around = {name: getattr(entry, name) for name in ("out_norm", "out_gate", "out_gate_rank")}
-        out = with_block(fill(config, filled), around, entry.block)
+        out = with_parts(fill(config, filled), entry.parts(config))
         if entry.decay and entry.decay.delta:
             if out.normalize != "none":
                 raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
@@ -204,8 +202,6 @@ class LionAttention(Attention):
                 raise ValueError(
                     f"decay_convention {out.decay_convention!r} is not available with the delta rule, use 'target'"
                 )
-        if out.value_ratio != 1 and entry.decay and entry.decay.value_gates:
-            raise ValueError(f"value_ratio {out.value_ratio}: mixer {name!r} has a gate for each value, use 1")
         check_rotation(out)
         maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
         for phi in maps:
@@ -224,7 +220,7 @@ class LionAttention(Attention):
         divisor = {"sum": "row sum", "pre": "row sum before decays", "max": "max(abs(row sum), 1)", "none": "-"}[
             entry.normalize
         ]
-        return MixerInfo(entry.source, memory, divisor, describe(entry.block), entry.left_out or "-")
+        return MixerInfo(entry.source, memory, divisor, describe(entry.published or PLAIN_BLOCK), entry.left_out or "-")
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:

@@ -6,6 +6,7 @@ All gates are computed in float32 or wider.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from lion.layers.convolution import AdaptiveTokenShift
 from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.optim_factors import undecayed
 from lion.layers.weights import linear
@@ -160,7 +162,7 @@ class RWKV6Attention(LionAttention):
     Shift, head_eps = AdaptiveTokenShift, RWKV_EPS
 
 
-NORM_AND_GATE = {"head_norm": "groupnorm", "out_gate": "silu"}
+NORM_AND_GATE = Parts(head_norm="groupnorm", out_gate="silu")
 LINEAR_TRANSFORMERS = {
     "linear_transformer": LinearMixer(
         None, feature_map="elu1", normalize="sum", source="Katharopoulos et al., 2006.16236", left_out="nothing"
@@ -169,7 +171,7 @@ LINEAR_TRANSFORMERS = {
         RetentionDecay,
         rotation="rope",
         source="2307.08621",
-        block={"value_ratio": 2, **NORM_AND_GATE},
+        published=replace(NORM_AND_GATE, value_ratio=2),
         left_out="normalised scores (without effect before a head groupnorm)",
     ),
     "gated_rfa": LinearMixer(
@@ -184,22 +186,22 @@ LINEAR_TRANSFORMERS = {
         feature_map="silu",
         scale=1.0,
         source="2405.21060",
-        block={
-            "key_heads": 1,
-            "value_ratio": 2,
-            "conv_width": 4,
-            "value_map": "silu",
-            "skip": True,
-            "out_gate": "silu",
-            "gate_first": True,
-            "out_norm": "rmsnorm",
-        },
+        published=Parts(
+            key_heads=1,
+            value_ratio=2,
+            conv_width=4,
+            value_map="silu",
+            skip=True,
+            out_gate="silu",
+            gate_first=True,
+            out_norm="rmsnorm",
+        ),
     ),
     "mamba": LinearMixer(
         DiscreteVectorDecay,
         scale=1.0,
         source="2312.00752",
-        block={"value_map": "silu", "skip": True, "out_gate": "silu"},
+        published=Parts(value_map="silu", skip=True, out_gate="silu"),
         left_out="convolution before the gates, A and step by channel, B and C of all heads (`vim` in one direction "
         "has them)",
     ),
@@ -209,10 +211,10 @@ LINEAR_TRANSFORMERS = {
         decay_convention="between",
         causal_decay_convention="between",
         source="2404.05892",
-        block={"token_shift": True, **NORM_AND_GATE},
+        published=replace(NORM_AND_GATE, token_shift=True),
     ),
     "gla": LinearMixer(
-        LowRankDecay, source="2312.06635", block=NORM_AND_GATE, left_out="q and k half as wide as v (here as wide)"
+        LowRankDecay, source="2312.06635", published=NORM_AND_GATE, left_out="q and k half as wide as v (here as wide)"
     ),
     "hgrn2": LinearMixer(
         BoundedDecay,
@@ -220,7 +222,7 @@ LINEAR_TRANSFORMERS = {
         key_map="identity",
         scale=1.0,
         source="2404.07904",
-        block={"value_map": "silu", "out_norm": "rmsnorm"},
+        published=Parts(value_map="silu", out_norm="rmsnorm"),
         left_out="bounds that rise over layers",
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import fill
 from lion.layers.mixers.base import state_type
 from lion.layers.norms import RMSNorm
 
@@ -20,21 +19,6 @@ if TYPE_CHECKING:
 
 NO_PART = "none"
 BLOCKS = ("plain", "published")
-# The settings of a plain block. Those of a published block override them by mixer (`LinearMixer.block`).
-PLAIN_BLOCK: Mapping[str, Any] = {
-    "token_shift": False,
-    "conv_width": 0,
-    "conv_first": False,
-    "kv_shift": False,
-    "qk_norm": NO_PART,
-    "value_map": "identity",
-    "value_ratio": 1,
-    "skip": False,
-    "head_norm": NO_PART,
-    "bonus": False,
-    "out_gate": NO_PART,
-    "gate_first": False,
-}
 INNER_SIGMOID = "inner_sigmoid"  # RWKV-7's gate, `sigmoid(x W1) W2`
 OUT_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -68,29 +52,82 @@ class HeadGroupNorm(nn.Module):
 HEAD_NORMS: Mapping[str, Callable[..., nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
 
 
-def with_block(config: AttentionConfig, usual: Mapping[str, Any], published: Mapping[str, Any]) -> AttentionConfig:
-    """Return `config` with the parts around the heads filled in, where they are None.
+@dataclass(frozen=True)
+class Parts:
+    """Parts around the heads of an attention layer, in the order of computation; by default none.
+
+    Attributes:
+        token_shift: Whether each token is mixed with the one before (`lion.layers.convolution.TokenShift`), with
+            separate weights for q, k, v, the decay (RWKV-7: the decay and the erase) and the output gate. RWKV-6's
+            depend on the token.
+        key_heads: Number of heads of q and k, each of which serves a group of heads; None: all heads.
+        value_ratio: Head dimension of v divided by that of q and k.
+        conv_width: Width of a depthwise convolution of q, k and v (0: none), centred in both directions. It has a bias
+            if the projections have one.
+        conv_first: Whether the convolution is one of x: q and k read `c = silu(conv(x))`, v reads x, and `s * c` with
+            learned s is added to the outputs after `head_norm`, as in xLSTM.
+        kv_shift: Whether k and v are mixed with those before, by a gate (`lion.layers.convolution.KeyValueShift`).
+        qk_norm: Norm of each head of q and k.
+        value_map: Feature map of v.
+        skip: Whether `D_h v_i` is added to the output of head h.
+        head_norm: Norm of each head.
+        bonus: Whether `(q_i . (r_h * k_i)) v_i` with learned r_h is added, from the q and k before their feature map.
+        out_norm: Norm over the whole width; None: the model decides.
+        out_gate: Gate that multiplies the outputs: `silu(x W)`, `sigmoid(x W)`, or `sigmoid(x W1) W2`
+            ("inner_sigmoid").
+        out_gate_rank: Columns between two matrices whose product is W (0: the head dimension); None: a full matrix.
+        gate_first: Whether the gate comes before `out_norm`, and not after it.
+    """
+
+    token_shift: bool = False
+    key_heads: int | None = None
+    value_ratio: int = 1
+    conv_width: int = 0
+    conv_first: bool = False
+    kv_shift: bool = False
+    qk_norm: str = NO_PART
+    value_map: str = "identity"
+    skip: bool = False
+    head_norm: str = NO_PART
+    bonus: bool = False
+    out_norm: str | None = None
+    out_gate: str = NO_PART
+    out_gate_rank: int | None = None
+    gate_first: bool = False
+
+
+PLAIN_BLOCK = Parts()
+
+
+def parts_of(config: AttentionConfig, plain: Parts, published: Parts) -> Parts:
+    """Return the parts of a layer: those of the chosen block, of which `config` overrides some.
 
     Args:
         config: The settings.
-        usual: Settings of a mixer that differ from `PLAIN_BLOCK` in every block.
-        published: Settings of the mixer's published block that differ from these.
+        plain: Parts of a mixer in every block.
+        published: Parts of its published block.
 
     Raises:
-        ValueError: A rank or a place of a gate without a gate, or a first convolution that cannot be combined with
-            other parts.
+        ValueError: A block whose convolution comes first, without a convolution.
     """
-    out = fill(config, {**PLAIN_BLOCK, **usual, **(published if config.block == "published" else {})})
-    if out.conv_first and (out.token_shift or not out.conv_width or out.value_ratio != 1):
-        raise ValueError("conv_first: expected a conv_width, no token_shift, and value_ratio 1")
-    if out.out_gate == INNER_SIGMOID and out.out_gate_rank is None:
-        return replace(out, out_gate_rank=0)
-    if out.out_gate != NO_PART:
-        return out
-    for name, given in (("out_gate_rank", config.out_gate_rank is not None), ("gate_first", config.gate_first)):
-        if given:
-            raise ValueError(f"{name}: there is no gate, set out_gate to {' or '.join(OUT_GATES)}")
-    return replace(out, out_gate_rank=None)
+    parts = plain
+    if config.block == "published":
+        parts = published
+    if config.conv_width is not None:
+        parts = replace(parts, conv_width=config.conv_width)
+    if config.out_norm is not None:
+        parts = replace(parts, out_norm=config.out_norm)
+    if config.out_gate is not None and config.out_gate != parts.out_gate:
+        rank = 0 if config.out_gate == INNER_SIGMOID else None
+        parts = replace(parts, out_gate=config.out_gate, out_gate_rank=rank)
+    if parts.conv_first and not parts.conv_width:
+        raise ValueError("conv_width: the convolution of this block comes before q and k, expected at least 1")
+    return parts
+
+
+def with_parts(config: AttentionConfig, parts: Parts) -> AttentionConfig:
+    """Return settings in which those that choose parts are filled in."""
+    return replace(config, conv_width=parts.conv_width, out_norm=parts.out_norm, out_gate=parts.out_gate)
 
 
 def make_gate(dim: int, width: int, rank: int | None, kind: str) -> nn.Sequential:
@@ -117,21 +154,22 @@ class BlockState(NamedTuple):
     kv: Tensor
 
 
-def describe(block: Mapping[str, Any]) -> str:
+def describe(parts: Parts) -> str:
     """Return the parts of a published block in words; "-" if there are none."""
     words = {
         "token_shift": "token shift",
         "key_heads": "q and k shared by heads",
-        "value_ratio": f"values {block.get('value_ratio')} times as wide",
-        "conv_width": f"convolution of width {block.get('conv_width')}",
+        "value_ratio": f"values {parts.value_ratio} times as wide",
+        "conv_width": f"convolution of width {parts.conv_width}",
         "conv_first": "before q and k, with a skip",
         "kv_shift": "shift of k and v",
-        "qk_norm": f"{block.get('qk_norm')} of q and k",
-        "value_map": f"{block.get('value_map')} on v",
+        "qk_norm": f"{parts.qk_norm} of q and k",
+        "value_map": f"{parts.value_map} on v",
         "skip": "skip D",
-        "head_norm": f"head {block.get('head_norm')}",
+        "head_norm": f"head {parts.head_norm}",
         "bonus": "bonus",
-        "out_norm": f"{block.get('out_norm')}",
-        "out_gate": f"{str(block.get('out_gate')).replace('_', ' ')} gate",
+        "out_norm": f"{parts.out_norm}",
+        "out_gate": f"{parts.out_gate.replace('_', ' ')} gate",
     }
-    return ", ".join(text for name, text in words.items() if name in block) or "-"
+    found = [text for name, text in words.items() if getattr(parts, name) != getattr(PLAIN_BLOCK, name)]
+    return ", ".join(found) or "-"

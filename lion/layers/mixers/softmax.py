@@ -14,7 +14,7 @@ from lion.config import check_settings, fill
 from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
 from lion.layers.mixers.attention import Attention, AttentionConfig, streams
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.parts import with_block
+from lion.layers.mixers.parts import PLAIN_BLOCK, parts_of, with_parts
 from lion.layers.mixers.registry import Entry, entry_of, own_settings
 from lion.layers.norms import over_tokens
 from lion.layers.rotations import NO_ROTATION
@@ -94,7 +94,8 @@ class SoftmaxAttention(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = SOFTMAX, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
+        config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
+        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, self.published))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
@@ -102,7 +103,8 @@ class SoftmaxAttention(Attention):
         check_scan_names(config.scans)
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
-        config = with_block(fill(config, {"rotation": NO_ROTATION}), {}, entry_of(name).layer.published)
+        parts = parts_of(config, PLAIN_BLOCK, entry_of(name).layer.published)
+        config = with_parts(fill(config, {"rotation": NO_ROTATION}), parts)
         for setting in ("normalize", "decay_convention", "decay_temperature"):
             if getattr(config, setting) is not None:
                 raise ValueError(f"{setting} belongs to linear mixers, {name!r} has none")
@@ -196,7 +198,8 @@ class NoMixing(Attention):
     def __init__(
         self, dim: int, num_heads: int, mixer: str = NONE, config: AttentionConfig | None = None, **settings
     ) -> None:
-        super().__init__(dim, num_heads, self.resolve(mixer, own_settings(mixer, config, settings, type(self))))
+        config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
+        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, self.published))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:

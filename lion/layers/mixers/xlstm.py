@@ -35,6 +35,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import entering_maximum, running_maximum
 from lion.layers.weights import linear
@@ -173,7 +174,7 @@ FAMILY = {
             InputAndForgetGate,
             normalize="max",
             source="mLSTM, 2405.04517",
-            block={"conv_width": 4, "conv_first": True, "head_norm": "groupnorm", "out_gate": "sigmoid"},
+            published=Parts(conv_width=4, conv_first=True, head_norm="groupnorm", out_gate="sigmoid"),
             left_out="projection to twice the width around it",
         ),
     ),
