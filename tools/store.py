@@ -23,11 +23,12 @@ Row = dict[str, Any]
 
 
 class Store:
-    """A JSON file of tables; each table is a list of rows, identified by the keys of the table.
+    """A JSON file of tables; each table is a list of rows, one a line, identified by the keys of the table.
 
     Args:
         path: The JSON file; generated files are written next to it.
         later: Fields of keys that rows of earlier versions may lack.
+        ordered: Whether the file has the rows in the order of their keys, else in the order in which they were added.
         keys: For each table, the fields that form the key of a row; the main table is "rows".
 
     Attributes:
@@ -37,8 +38,8 @@ class Store:
         fresh: Whether the next `save` replaces the rows of other processes.
     """
 
-    def __init__(self, path: Path, *, later: Sequence[str] = (), **keys: Sequence[str]) -> None:
-        self.path, self.later, self.keys = path, later, keys
+    def __init__(self, path: Path, *, later: Sequence[str] = (), ordered: bool = False, **keys: Sequence[str]) -> None:
+        self.path, self.later, self.ordered, self.keys = path, later, ordered, keys
         self.tables: dict[str, dict[tuple, Row]] = {name: {} for name in keys}
         self.new: dict[tuple, None] = {}
         self.unsaved: dict[tuple[str, tuple], None] = {}
@@ -124,8 +125,15 @@ class Store:
 
     def _write_json(self, derived: Mapping[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        held = {name: list(rows.values()) for name, rows in self.tables.items()}
-        save_text(self.path, json.dumps({"schema": SCHEMA, **held, **derived}, indent=1) + "\n")
+        parts = [f'"schema":{SCHEMA}']
+        for name, rows in self.tables.items():
+            keys = sorted(rows) if self.ordered else rows
+            lines = ",".join("\n" + compact(rows[key]) for key in keys)
+            parts.append(f"{compact(name)}:[{lines}\n]")
+        for name, value in derived.items():
+            parts.append(f"{compact(name)}:{compact(value)}")
+        text = ",\n".join(parts)
+        save_text(self.path, f"{{{text}}}\n")
         self.unsaved.clear()
         self.fresh = False
 
@@ -153,6 +161,11 @@ class Store:
         if None in pictures:
             return f"{self.files()}; no plot, because matplotlib is missing (pip install matplotlib)"
         return ", ".join([self.files(), *map(str, pictures)])
+
+
+def compact(value: Any) -> str:
+    """Return a value as JSON in one line, without blanks."""
+    return json.dumps(value, separators=(",", ":"))
 
 
 def widen(ax: Any, share: float = 0.1) -> None:

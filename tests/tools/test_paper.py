@@ -23,7 +23,7 @@ from tools.compose import metric_of, resolve
 from tools.finished import load
 from tools.paper import drawings, figures, measured, page, parts, results, tables
 from tools.paper.finetune import missing
-from tools.paper.results import hash_of, lengths_of, open_store, results_of
+from tools.paper.results import add_row, lengths_of, open_store, results_of, rows_of
 from tools.paper.tables import SCALES, Table, cells, read_tables
 
 TABLES = read_tables()
@@ -237,11 +237,9 @@ def table(**changes):
 
 
 def raw(cell, value, data="d1"):
-    """Return the row of a run in the store."""
-    settings = tables.settings_of(cell.recipe)
-    row = dict.fromkeys(("remark", "curve", "step", *paper.results.MADE_BY))
-    row |= {"key": cell.key, "seed": cell.seed, "settings": settings, "data": data, "made": hash_of(settings, data)}
-    row |= {"metric": "top1", "val": value, "test": value, "beside": {}, "more": {}}
+    """Return the row of a run, with its environment."""
+    row = dict.fromkeys(results.MADE_BY)
+    row |= {"key": cell.key, "seed": cell.seed, "data": data, "val": value, "test": value}
     return row | {"parameters": 7, "seconds": 60.0}
 
 
@@ -250,7 +248,7 @@ def filled(tmp_path, made, values):
     store = open_store(tmp_path / "paper.json")
     for cell in cells("t", made, "mini"):
         if cell.seed in values.get(cell.row, {}):
-            store.add(raw(cell, values[cell.row][cell.seed]))
+            add_row(store, raw(cell, values[cell.row][cell.seed]))
     return store
 
 
@@ -390,7 +388,7 @@ def test_tables_of_one_frame_and_data_share_their_noise(tmp_path, budget):
     store = filled(tmp_path, made, STEADY)
     other = table(rows={"c": row_of("gla")}, title="O", mini={"recipe": "quickstart", "seeds": 3} | budget)
     for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
-        store.add(raw(cell, value))
+        add_row(store, raw(cell, value))
     alone = parts.parts_of({"t": made}, store)
     beside = parts.parts_of({"t": made, "o": other}, store)
     (first,) = parts.comparisons(alone[0], alone)
@@ -429,12 +427,12 @@ def test_the_page_says_how_its_runs_were_made(tmp_path):
     made = table()
     store = filled(tmp_path, made, {"a": {0: 0.5}})
     for row in store.rows.values():
-        row["command"] = "./run.sh quickstart data.name=hf data.path=digits seed=0"
+        row["replaced"] = ["data.name=hf", "data.path=digits"]
     text = page.markdown({"t": made}, store, {})
     assert "`./run.sh paper --table t --data digits data.name=hf data.path=digits`" in text
     assert "read with `data.name=hf data.path=digits`" in text
     assert "All runs on CPUs so far took 0.017 core hours. The hours" in text
-    store.add(raw(cells("t", made, "mini")[2], 0.5) | {"device": "NVIDIA H200", "seconds": 3.6})
+    add_row(store, raw(cells("t", made, "mini")[2], 0.5) | {"device": "NVIDIA H200", "seconds": 3.6})
     text = page.markdown({"t": made}, store, {})
     assert "took 0.017 core hours. 1 on a GPU took 0.001 hours" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| t, mini"))
@@ -447,7 +445,7 @@ def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
     made = table(lengths=[32, 64])
     store = filled(tmp_path, made, {"a": {0: 0.5}, "b": {0: 0.7}})
     for row in store.rows.values():
-        row["more"] = {f"{n} tokens": {"top1": row["val"]} for n in (32, 64)}
+        row["more"] = {f"{n} tokens": row["val"] for n in (32, 64)}
     folder = tmp_path / "paper"
     folder.mkdir()
     (folder / "gone.png").touch()
@@ -463,9 +461,8 @@ def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
 
 
 def test_decays_are_those_of_layers():
-    two_scans = {"settings": {"model.attention.scans": ["row_snake", "column_snake"]}, "decays": [[1], [2], [3], [4]]}
-    assert figures.by_layer(two_scans) == [[1, 2], [3, 4]]
-    assert figures.by_layer({"settings": {}, "decays": [[1, 2], [3, 4]]}) == [[1, 2], [3, 4]]
+    assert figures.by_layer([[1], [2], [3], [4]], depth=2) == [[1, 2], [3, 4]]  # two scans
+    assert figures.by_layer([[1, 2], [3, 4]], depth=2) == [[1, 2], [3, 4]]
 
 
 def test_the_size_of_a_state():
@@ -508,7 +505,7 @@ def cell_of(made, row, seed):
 def test_runs_on_other_data_are_left_out(tmp_path):
     made = table()
     store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}, "b": {0: 0.7}})
-    store.add(raw(cell_of(made, "b", 1), 0.9, data="d2"))
+    add_row(store, raw(cell_of(made, "b", 1), 0.9, data="d2"))
     found = results_of(made, cells("t", made, "mini"), store)
     assert found.values == {"a": {0: 50.0, 1: 60.0}, "b": {0: 70.0}}
     assert (found.left_out, found.data) == (1, "d1")
@@ -518,7 +515,7 @@ def test_runs_on_other_data_are_left_out(tmp_path):
 def test_a_run_without_a_test_makes_val_the_split(tmp_path):
     made = table()
     store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}})
-    store.add(raw(cell_of(made, "b", 0), 0.7) | {"test": None})
+    add_row(store, raw(cell_of(made, "b", 0), 0.7) | {"test": None})
     found = results_of(made, cells("t", made, "mini"), store)
     assert found.split == "val"
     assert found.values["b"] == {0: 70.0}
@@ -526,14 +523,56 @@ def test_a_run_without_a_test_makes_val_the_split(tmp_path):
 
 @pytest.mark.slow
 def test_the_report_is_what_its_raw_rows_say():
-    """Check the stored report: every row is bound to its settings and data, and the page was not edited by hand."""
+    """Check the stored report: every row is one of a table, and the page was not edited by hand."""
     store = open_store(ROOT / "reports" / "paper.json")
     assert store.rows
-    for row in store.rows.values():
-        assert row["made"] == hash_of(row["settings"], row["data"])
+    asked = set()
+    for name, each in TABLES.items():
+        for scale in SCALES:
+            for cell in cells(name, each, scale):
+                asked.add(cell.key)
+                if cell.after:
+                    asked.add(cell.after.key)
+    for row in rows_of(store).values():
+        assert row["key"] in asked
         assert row["commit"]
     plots = {path.stem: f"paper/{path.name}" for path in (ROOT / "reports" / "paper").glob("*.png")}
     assert (ROOT / "reports" / "paper.md").read_text() == page.markdown(TABLES, store, plots)
+
+
+def test_the_stored_runs_are_lines_in_the_order_of_their_keys(tmp_path):
+    """Check that a line is a run, and that the file is what the command would write."""
+    path = ROOT / "reports" / "paper.json"
+    store = open_store(path)
+    places = []
+    for line in path.read_text().splitlines():
+        if '"key"' in line:
+            row = json.loads(line.removesuffix(","))
+            places.append((row["key"], row["seed"]))
+    assert places == sorted(store.rows)
+    store.path = tmp_path / "paper.json"
+    store.save_rows()
+    assert store.path.read_text() == path.read_text()
+
+
+def test_runs_share_their_environments_and_leave_out_what_they_do_not_have(tmp_path):
+    made = table()
+    store = filled(tmp_path, made, APART)
+    (environment,) = store.tables["environments"].values()
+    row = raw(cell_of(made, "a", 0), 0.9)
+    kept = {name: value for name, value in row.items() if name not in results.MADE_BY}
+    assert store.rows[row["key"], 0] == {**kept, "environment": environment["environment"]}
+    assert rows_of(store)[row["key"], 0] == {**results.LEFT_OUT, **environment, **row}
+    add_row(store, row | {"device": "NVIDIA H200", "test": None, "more": {}})
+    assert len(store.tables["environments"]) == 2
+    assert "test" not in store.rows[row["key"], 0]
+
+
+def test_only_data_that_a_cell_does_not_name_are_replaced():
+    cell = cell_of(table(mini={"recipe": "quickstart", "set": {"data.val_split": 0.2}}), "b", 0)
+    command = f"./run.sh {' '.join(cell.argv)} data.name=hf 'data.path=two words' seed=0"
+    assert results.replaced(cell, command) == ["data.name=hf", "data.path=two words"]
+    assert results.replaced(cell, "") == []
 
 
 def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
@@ -546,7 +585,7 @@ def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
     assert {job.cell.key for job in rest}.isdisjoint({cell.key for cell in cells("t", plain, "mini")})
     store = filled(tmp_path, made, {"a": by_seed([0.1, 0.1, 0.2]), "b": by_seed([0.9, 0.8, 0.9])})
     for row in store.rows.values():
-        row["beside"] = {"FD-own": 10 * row["val"]}
+        row["distance"] = 10 * row["val"]
     text = page.markdown({"t": made}, store, {})
     for words in ("|row|test FD-own|", "| a > b | +7.33", "| b | 8.67 ±"):
         assert words in text, words
@@ -568,7 +607,7 @@ def test_the_best_rows_are_fine_tuned_when_all_runs_are_finished(tmp_path):
 def test_every_published_run_is_fine_tuned_with_the_recipes_of_its_row(tmp_path):
     store = open_store(tmp_path / "paper.json")
     for cell in cells("lightnet-5", TABLES["lightnet-5"], "published")[:2]:
-        store.add(raw(cell, 0.5))
+        add_row(store, raw(cell, 0.5))
     found = missing("lightnet-5", TABLES["lightnet-5"], "published", store)
     assert [(cell.row, recipe) for cell, recipe, _ in found] == [("softmax", "cramming"), ("lightnet", "lightnet")]
 
@@ -603,7 +642,10 @@ class Own:
         assert here("paper", "--out", self.out, *args) == 0
 
     def rows(self):
-        return json.loads((self.out / "paper.json").read_text())["rows"]
+        """Return the stored row of each row of the table."""
+        names = {cell.key: cell.row for cell in cells("own", read_tables()["own"], "mini")}
+        held = json.loads((self.out / "paper.json").read_text())["rows"]
+        return {names[row["key"]]: row for row in held}
 
     def page(self):
         return (self.out / "paper.md").read_text()
@@ -632,7 +674,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
     assert json.loads((own.out / "paper.json").read_text())["estimates"]
     assert "paper.md" in capsys.readouterr().out
     own.run("--jobs", 2)
-    rows = {row["settings"]["model.mixer"]: row for row in own.rows()}
+    rows = own.rows()
     assert set(rows) == {"lion_s", "lion_d"}
     (folder,) = runs.glob("lion_d*")
     row = rows["lion_d"]
@@ -640,7 +682,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
     for decay in itertools.chain(*row["decays"]):
         assert 0 < decay < 1
     assert row["test"] == load(str(folder)).test
-    assert row["made"] == hash_of(row["settings"], row["data"])
+    assert row["data"] == load(str(folder)).data
     before = own.page()
     assert "| lion_s > lion_d |" in before
     assert "undecided" in before
@@ -680,9 +722,9 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, caps
     rows = {"lion_s": {}, "softmax": {"set": {"model.mixer": "softmax"}}}
     own.write(rows=rows, claims=[["lion_s", "softmax"]], lengths=[15, 30])
     own.run()
-    more = {row["settings"]["model.mixer"]: row["more"] for row in own.rows()}
-    assert set(more["lion_s"]) == {"15 tokens", "30 tokens"}
-    assert set(more["softmax"]) == {"15 tokens"}  # positions
+    rows = own.rows()
+    assert set(rows["lion_s"]["more"]) == {"15 tokens", "30 tokens"}
+    assert set(rows["softmax"]["more"]) == {"15 tokens"}  # positions
     assert "|30 tokens|" in own.page()
     own.write(claims=[], mini={"recipe": "cifar10_mini"}, lengths=[])
     capsys.readouterr()
@@ -711,7 +753,7 @@ def test_masked_language_models_are_fine_tuned(own, capsys, monkeypatch):
     assert "GLUE is left out, --data glue data.path=FOLDER names its data" in capsys.readouterr().err
     glue = "--data", "glue", f"data.path={glue_folder(own.folder / 'glue', ['stsb'])}"
     own.run(*glue)
-    (row,) = own.rows()
+    (row,) = own.rows().values()
     (score,) = row["glue"]["m2_base"].pop("stsb")
     assert not row["glue"]["m2_base"]
     assert f"| lion_s | m2_base | {score:.2f} | {score:.2f} | 1 |" in own.page()

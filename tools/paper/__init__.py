@@ -36,7 +36,7 @@ from tools.paper.figures import draw
 from tools.paper.finetune import fine_tune
 from tools.paper.measured import on_gpu
 from tools.paper.page import markdown
-from tools.paper.results import collect, open_store
+from tools.paper.results import collect, open_store, rows_of
 from tools.paper.tables import RUNS, SCALES, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
@@ -223,7 +223,7 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
 
 def seconds_before(job: PaperJob, store: Store) -> float | None:
     """Return the median time of the finished runs with the same settings on a CPU, or None."""
-    found = [row["seconds"] for (key, _), row in store.rows.items() if key == job.cell.key and not on_gpu(row)]
+    found = [row["seconds"] for (key, _), row in rows_of(store).items() if key == job.cell.key and not on_gpu(row)]
     return statistics.median(found) if found else None
 
 

@@ -20,7 +20,7 @@ from tools.paper import drawings, measured
 from tools.paper.page import bounds, shapes_of
 from tools.paper.parts import Part, parts_of
 from tools.paper.tables import Table
-from tools.store import Row, Store, tidy
+from tools.store import Store, tidy
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
@@ -73,17 +73,20 @@ def decays_of(parts: Sequence[Part]) -> dict[str, list[list[list[float]]]]:
     """Return the decays of all Lion-D models by the first table and row that have them: model, layer, head."""
     kinds: dict[str, tuple[str, list[list[list[float]]]]] = {}
     for part in parts:
+        depths = {cell.row: cell.recipe.model.depth for cell in part.cells}
         for name, runs in part.results.runs.items():
-            found = [run for run in runs.values() if run.get("decays")]
+            found = [run for run in runs.values() if run["decays"]]
             if found:
-                kinds.setdefault(found[0]["key"], (f"{part.name}\n{name}", [by_layer(run) for run in found]))
+                depth = depths[name]
+                models = [by_layer(run["decays"], depth) for run in found]
+                kinds.setdefault(found[0]["key"], (f"{part.name}\n{name}", models))
     return dict(kinds.values())
 
 
-def by_layer(run: Row) -> list[list[float]]:
-    """Return the decays of a run by layer, those of all scans of a layer together."""
-    scans = len(run["settings"].get("model.attention.scans", ())) or 1
-    layers = [run["decays"][first : first + scans] for first in range(0, len(run["decays"]), scans)]
+def by_layer(decays: Sequence[Sequence[float]], depth: int) -> list[list[float]]:
+    """Return the decays of a model by layer, those of all scans of a layer together."""
+    scans = len(decays) // depth
+    layers = [decays[first : first + scans] for first in range(0, len(decays), scans)]
     return [[value for heads in layer for value in heads] for layer in layers]
 
 
@@ -107,7 +110,7 @@ def lengths(fig: Any, part: Part) -> None:
     ax, windows, count = fig.subplots(), shapes_of(part.results), dict[str, int]()
     for place, (row, runs) in enumerate(part.results.runs.items()):
         points = {
-            int(name.split()[0]): [part.metric.scaled(r["more"][name][part.metric.name]) for r in found]
+            int(name.split()[0]): [part.metric.scaled(r["more"][name]) for r in found]
             for name in windows
             if (found := [r for r in runs.values() if name in r["more"]])
         }
@@ -219,7 +222,7 @@ def sizes(fig: Any, part: Part) -> None:
             continue
         line = style(count, row)
         for ax, (_, names, axis) in zip(axes, series):
-            points = {shapes[name][axis]: [r["more"][name][part.metric.name] for r in runs.values()] for name in names}
+            points = {shapes[name][axis]: [r["more"][name] for r in runs.values()] for name in names}
             x = sorted(points)
             y = [statistics.mean(map(part.metric.scaled, points[i])) for i in x]
             ax.plot(x, y, label=row, **line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from tools.glue.scores import Scores, scores_table
 from tools.paper.measured import on_gpu
 from tools.paper.overview import Judge, overview
 from tools.paper.parts import Part, comparisons, parts_of
-from tools.paper.results import Results
+from tools.paper.results import Results, rows_of
 from tools.paper.tables import Table
 from tools.statistics import POWER, RULE, interval, power, seeds_needed
 from tools.store import Row, Store, digits, pipes
@@ -158,9 +157,10 @@ def summary(
 ) -> str:
     """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
     words = (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN)
-    rows, gpu = [], [row for row in store.rows.values() if on_gpu(row)]
-    total = sum(hours(row) for row in store.rows.values() if not on_gpu(row))
-    changed = sum(bool(row["changed"]) for row in store.rows.values())
+    rows, every = [], rows_of(store).values()
+    gpu = [row for row in every if on_gpu(row)]
+    total = sum(hours(row) for row in every if not on_gpu(row))
+    changed = sum(bool(row["changed"]) for row in every)
     for part in parts:
         claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
         yes, no = map(questions.count, VERDICTS[QUESTION])
@@ -173,7 +173,7 @@ def summary(
         f"{text}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
         "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
         "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs\n"
-        f"stored before 2026-11-25 include evaluation and interruptions. {changed} of {len(store.rows)} runs come\n"
+        f"stored before 2026-11-25 include evaluation and interruptions. {changed} of {len(every)} runs come\n"
         'from working trees with changes that their commits do not have ("+" below the tables).'
     )
 
@@ -202,9 +202,11 @@ def left(part: Part, store: Store) -> str:
 
 def replaced(part: Part) -> list[str]:
     """Return the settings of the runs' data that replace those of the recipe, as on the command line."""
-    rows = [row for own in part.results.runs.values() for row in own.values() if row["command"]]
-    settings = dict.fromkeys(word for row in rows for word in shlex.split(row["command"]) if word.startswith("data."))
-    return [word for word in settings if not any(word in cell.argv for cell in part.cells)]
+    found: dict[str, None] = {}
+    for own in part.results.runs.values():
+        for row in own.values():
+            found.update(dict.fromkeys(row["replaced"]))
+    return list(found)
 
 
 def section(part: Part, compared: Sequence[Comparison], judge: Judge) -> list[str]:
@@ -237,7 +239,7 @@ def glue_scores(results: Results) -> dict[tuple[str, str], list[Scores]]:
     found: dict[tuple[str, str], list[Scores]] = {}
     for row, own in results.runs.items():
         for run in own.values():
-            for recipe, scores in run.get("glue", {}).items():
+            for recipe, scores in run["glue"].items():
                 found.setdefault((row, recipe), []).append(scores)
     return found
 
@@ -286,7 +288,7 @@ def row_text(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
     count = [f"{sum(x >= SOLVED for x in values)} of {len(values)}"] if solvable(part) else []
     if not runs:
         return [name, *published, NOT_RUN, *("-" for _ in (*count, *shapes)), "-"]
-    further = [[metric.scaled(run["more"][s][metric.name]) for run in runs if s in run["more"]] for s in shapes]
+    further = [[metric.scaled(run["more"][s]) for run in runs if s in run["more"]] for s in shapes]
     more = [spread(metric, values, count=len(values) < len(runs)) for values in further]
     return [name, *published, spread(metric, values, count=True), *count, *more, f"{runs[0]['parameters']:,}"]
 

@@ -1,10 +1,15 @@
-"""Raw results of the runs: one row of `reports/paper.json` for each run, with all that made it."""
+"""Raw results of the runs: a line of `reports/paper.json` for each run.
+
+A row has the key of its settings, which the tables have, and what cannot be computed from them: the measured values,
+the fingerprint of the data, and the environment of the run, a row of its own table that many runs share.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,15 +17,16 @@ from typing import NamedTuple
 from data.manifest import short_hash
 from lion.layers.mixers.lion import FixedDecay
 from lion.runs import SUMMARY, open_run
-from lion.tasks.metrics import Metric
 from tools import distance, evaluate
 from tools.finished import Run, load
 from tools.jobs import usual_form
-from tools.paper.tables import Cell, Distance, Table, cells, settings_of
+from tools.paper.tables import Cell, Distance, Table, cells
 from tools.store import Row, Store
 
 TOKENS = 40_000  # of held-out text, in windows of each length
-MADE_BY = ("commit", "changed", "python", "torch", "device", "threads", "command")  # keys of environment.json
+MADE_BY = ("commit", "changed", "python", "torch", "device", "threads")  # keys of environment.json
+# values of the fields that a raw row leaves out
+LEFT_OUT: Row = {"test": None, "distance": None, "more": {}, "remark": None, "decays": [], "replaced": [], "glue": {}}
 
 
 class Results(NamedTuple):
@@ -32,7 +38,7 @@ class Results(NamedTuple):
         data: Fingerprint of the data of these runs.
         made: Number of runs that the table asks for and has.
         left_out: Number of runs on other data.
-        runs: The raw rows, by row and seed.
+        runs: The rows of `rows_of`, by row and seed.
     """
 
     values: dict[str, dict[int, float]]
@@ -44,27 +50,46 @@ class Results(NamedTuple):
 
 
 def open_store(path: Path) -> Store:
-    return Store(path, rows=("key", "seed"), estimates=("table", "scale")).load()
+    keys = {"rows": ("key", "seed"), "environments": ("environment",), "estimates": ("table", "scale")}
+    return Store(path, ordered=True, **keys).load()
 
 
-def raw_row(key: str, seed: int, run: Run) -> Row:
-    """Return the raw row of a finished run: its settings, data, values and environment."""
-    settings = settings_of(run.recipe)
-    last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+def add_row(store: Store, row: Row) -> None:
+    """Add a raw row with the fields of its environment, which are stored once for all runs that share them."""
+    made_by = {name: row[name] for name in MADE_BY}
+    environment = short_hash(made_by)
+    store.add({"environment": environment, **made_by}, "environments")
+    kept = {}
+    for name, value in row.items():
+        if name not in MADE_BY and (name not in LEFT_OUT or value != LEFT_OUT[name]):
+            kept[name] = value
+    store.add({**kept, "environment": environment})
+
+
+def rows_of(store: Store) -> dict[tuple, Row]:
+    """Return the raw rows by key and seed, with the fields of their environments and those that are left out."""
+    found = {}
+    for place, row in store.rows.items():
+        environment = store.tables["environments"][row["environment"],]
+        found[place] = {**LEFT_OUT, **environment, **row}
+    return found
+
+
+def raw_row(cell: Cell, run: Run, apart: float | None) -> Row:
+    """Return the raw row of a finished run: its data, values and environment; `apart` is the distance of its images."""
+    more = {}
+    for name, values in run.more.items():
+        more[name] = values[run.metric.name]
     return {
-        "key": key,
-        "seed": seed,
-        "settings": settings,
+        "key": cell.key,
+        "seed": cell.seed,
         "data": run.data,
-        "made": hash_of(settings, run.data),
-        "metric": run.metric.name,
+        "replaced": replaced(cell, run.environment.get("command") or ""),
         "val": run.val,
         "test": run.test,
-        "beside": {metric.name: value for metric, value in run.beside},
-        "more": run.more,
-        "curve": run.curve,
+        "distance": apart,
+        "more": more,
         "parameters": run.parameters,
-        "step": last["step"],
         "seconds": seconds(run),
         "remark": run.remark,
         "decays": decays_of(run.folder),
@@ -72,15 +97,15 @@ def raw_row(key: str, seed: int, run: Run) -> Row:
     }
 
 
+def replaced(cell: Cell, command: str) -> list[str]:
+    """Return the settings of data in the command of a run that its cell does not have."""
+    return [word for word in shlex.split(command) if word.startswith("data.") and word not in cell.argv]
+
+
 def decays_of(folder: Path) -> list[list[float]]:
     """Return lambda of every head by layer, for models with fixed decays (Lion-D); an empty list for other models."""
     decays = [part for part in open_run(folder).model.modules() if isinstance(part, FixedDecay)]
     return [decay.rates().tolist() for decay in decays]
-
-
-def hash_of(settings: Mapping[str, object], data: str | None) -> str:
-    """Return the hash that binds a raw row to its settings and its data."""
-    return short_hash([settings, data])
 
 
 def seconds(run: Run) -> float:
@@ -100,31 +125,31 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
     If the rows have several data sets, the one with the most runs counts.
     """
     keys = {cell.row: cell.key for cell in places}
-    found = [(name, seed, row) for name, key in keys.items() for (own, seed), row in store.rows.items() if own == key]
+    every = rows_of(store)
+    found = [(name, seed, row) for name, key in keys.items() for (own, seed), row in every.items() if own == key]
+    found.sort(key=lambda each: each[1])
     marks = [row["data"] for *_, row in found]
     data = max(marks, key=marks.count, default=None)
     chosen = [each for each in found if each[-1]["data"] == data]
     split = ("test" if all(row["test"] is not None for *_, row in chosen) else "val") if chosen else ""
     metric = table.metric(places) if places else None
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
-    for name, seed, row in sorted(chosen, key=lambda each: each[1]):
+    for name, seed, row in chosen:
         runs[name][seed] = row
     made = sum(cell.seed in runs[cell.row] for cell in places)
-    values = {
-        name: {seed: metric.scaled(row["beside"].get(metric.name, row[split])) for seed, row in own.items()}
-        for name, own in runs.items()
-    }
+    compared = "distance" if metric == Distance.metric else split
+    values = {name: {seed: metric.scaled(row[compared]) for seed, row in own.items()} for name, own in runs.items()}
     return Results(values, split, data, made, len(found) - len(chosen), runs)
 
 
 def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:
     """Add the raw row of a finished run to the store, with what its tables measure beside the metric of the task."""
-    run, table = load(str(cell.run)), tables[cell.table]
+    run, table, apart = load(str(cell.run)), tables[cell.table], None
     if lengths := lengths_of(cell, tables):
         run = run._replace(more=run.more | by_length(run, lengths))
     if table.distance and cell.row in table.rows:
-        run = run._replace(beside=[*run.beside, distance_of(run, cell.after.run, table.distance)])
-    store.add(raw_row(cell.key, cell.seed, run))
+        apart = distance_of(run, cell.after.run, table.distance)
+    add_row(store, raw_row(cell, run, apart))
     return run
 
 
@@ -148,11 +173,11 @@ def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
     return {f"{row['length']} tokens": {run.metric.name: row["value"]} for row in rows if "value" in row}
 
 
-def distance_of(run: Run, classifier: Path, measured: Distance) -> tuple[Metric, float]:
+def distance_of(run: Run, classifier: Path, measured: Distance) -> float:
     """Generate images with a run, and return their distance from the training images on features of a classifier."""
     out = run.folder / distance.FIGURES
     silently(distance.main, [str(run.folder), "--features", str(classifier), "--samples", str(measured.samples)])
-    return measured.metric, json.loads(out.read_text())["rows"][0]["figures"][measured.metric.name][0]
+    return json.loads(out.read_text())["rows"][0]["figures"][measured.metric.name][0]
 
 
 def silently(command: Callable[[list[str]], int], argv: list[str]) -> None:
