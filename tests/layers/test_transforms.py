@@ -47,7 +47,7 @@ def case(request):
     torch.manual_seed(0)
     layer = make_mixer(name, 8, 2, MIXERS[name].layer.Config(direction=direction, chunk_size=4)).double()
     if form in layer.forms:
-        layer.form = form
+        layer.set_form(form, 4)
     for parameter in layer.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}

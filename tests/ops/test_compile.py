@@ -217,7 +217,7 @@ def test_layers_are_one_graph_of_all_lengths():
 def test_graphs_of_lightnet_in_one_direction(form, graphs):
     """Check that blocks of blocks need one graph for each power of eight; in full, one for each power of two."""
     layer = make_mixer("lightnet", 16, 2, MIXERS["lightnet"].layer.Config(direction="forward")).double()
-    layer.form = form
+    layer.set_form(form)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for length in LENGTHS[:5]:

@@ -24,13 +24,13 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.base import check_state
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.delta import BLOCK, UNIT, DeltaAttention, DeltaConfig, GatedDeltaRule
-from lion.layers.mixers.linear import LinearMixer, LinearState
+from lion.layers.mixers.linear import LinearMixer, LinearState, Operands
 from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
 from lion.layers.weights import linear
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
-from lion.ops.decay import scan_directions
 from lion.ops.rotary import rotate_each
+from lion.ops.tokens import optional
 
 
 @dataclass
@@ -74,18 +74,22 @@ class DeltaProductAttention(DeltaAttention):
     def check_split(self, count: int) -> None:
         check_share("num_heads", self.num_heads, count)
 
-    def arguments_and_state(
+    def operator_settings(self) -> Settings:
+        return replace(super().operator_settings(), direction="forward")  # both directions are scans forward
+
+    def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
-    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """Return the arguments of the operator for n tokens (B, H, L n, ..) in place of each; the last one reads."""
+    ) -> Operands:
+        """Return what the operator takes for n tokens (B, H, L n, ..) in place of each; the last one reads."""
         n = self.config.householders
-        k, v = (t.unflatten(-1, (n, -1)).flatten(2, 3) for t in (k, v))
+        k = k.unflatten(-1, (n, -1)).flatten(2, 3)
+        v = v.unflatten(-1, (n, -1)).flatten(2, 3)
         q = F.pad(q[..., None, :], (0, 0, n - 1, 0)).flatten(2, 3)
-        inputs, state = super().arguments_and_state(x, q, k, v, layout, state)
-        angles = inputs["gates"].angles
-        if angles is not None:
-            inputs["gates"] = inputs["gates"]._replace(angles=angles.repeat_interleave(n, -2))
-        return inputs, state
+        given = super().operands(x, q, k, v, layout, state)
+        gates = given.gates
+        if gates.angles is not None:
+            gates = gates._replace(angles=gates.angles.repeat_interleave(n, -2))
+        return given._replace(gates=gates)
 
     def of_steps(self, segments: SegmentIndex | None) -> SegmentIndex | None:
         """Return the masks (B, L n) of the steps of all tokens."""
@@ -98,74 +102,90 @@ class DeltaProductAttention(DeltaAttention):
         return y[:, :, n - 1 :: n]
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        inputs = self.arguments(x, q, k, v, layout)
+        given = self.operands(x, q, k, v, layout)
         if layout.part is None:
-            return self.mix_rows(inputs, layout)
-        gates = inputs["gates"]
-        q, k = rotate_each(gates.angles, None, inputs["q"], inputs["k"])  # angles of whole rows are not at hand
+            return self.mix_rows(given, layout)
+        gates = given.gates
+        q, k = rotate_each(gates.angles, None, given.q, given.k)  # angles of whole rows are not at hand
 
         def mix_heads(*steps: Any) -> Tensor:
             q, k, v, log_decay, beta = (t.flatten(2, 3) for t in steps[:-1])
-            return self.mix_rows({**inputs, "q": q, "k": k, "v": v, "gates": Gates(log_decay, beta)}, steps[-1])
+            return self.mix_rows(Operands(q, k, v, Gates(log_decay, beta)), steps[-1])
 
-        steps = (q, k, inputs["v"], gates.log_decay, gates.beta)
+        steps = (q, k, given.v, gates.log_decay, gates.beta)
         return by_heads(mix_heads, layout, *(t.unflatten(2, (-1, self.config.householders)) for t in steps))
 
-    def mix_rows(self, inputs: dict[str, Any], layout: Layout) -> Tensor:
-        """Mix whole rows of any heads, from the arguments of the operator."""
-        settings = Settings(form=self.form, direction="forward", chunk_size=self.chunk_size)
+    def mix_rows(self, given: Operands, layout: Layout) -> Tensor:
+        """Mix whole rows of any heads."""
         segments = self.of_steps(layout.segments)
-        names, y = scan_directions(self.config.direction), 0
-        for name in names:
-            given, masks = (inputs, segments) if name == "forward" else self.reversed(inputs, segments)
-            out = self.read_out(linear_attention(**given, settings=settings, segments=masks))
-            y = y + (out if name == "forward" else out.flip(2))
-        if len(names) == 1:
+        direction = self.config.direction
+        y = 0
+        if direction != "backward":
+            y = self.scanned(given, segments)
+        if direction != "forward":
+            y = y + self.scanned(self.reversed(given), self.reversed_segments(segments)).flip(2)
+        if direction != "both":
             return y
-        own = self.own(inputs)
-        return y - (own if layout.valid is None else own.masked_fill(~layout.valid[:, None, :, None], 0))
+        own = self.own(given)
+        if layout.valid is not None:
+            own = own.masked_fill(~layout.valid[:, None, :, None], 0)
+        return y - own
 
-    def reversed(
-        self, inputs: dict[str, Any], segments: SegmentIndex | None
-    ) -> tuple[dict[str, Any], SegmentIndex | None]:
-        """Return the arguments of the operator with the tokens from right to left, each with its steps in order."""
+    def scanned(self, given: Operands, segments: SegmentIndex | None) -> Tensor:
+        """Return the outputs (B, H, L, E) of one scan of the steps, from left to right."""
+        y = linear_attention(given.q, given.k, given.v, given.gates, segments=segments, settings=self.settings)
+        return self.read_out(y)
 
-        def turned(x: Tensor, dim: int = 2) -> Tensor:
-            return x.unflatten(dim, (-1, self.config.householders)).flip(dim).flatten(dim, dim + 1)
+    def turned(self, x: Tensor, dim: int = 2) -> Tensor:
+        """Return the tokens from right to left, each with its steps in order."""
+        return x.unflatten(dim, (-1, self.config.householders)).flip(dim).flatten(dim, dim + 1)
 
-        gates = inputs["gates"]
-        turn = {name: turned(gates._asdict()[name]) for name in ("log_decay", "beta")}
+    def reversed(self, given: Operands) -> Operands:
+        """Return what the operator takes, with the tokens from right to left."""
+        gates = given.gates
+        gates = gates._replace(log_decay=optional(self.turned, gates.log_decay), beta=self.turned(gates.beta))
         if gates.angles is not None:
-            turn["angles"] = turned(gates.angles, gates.angles.dim() - 2)
-        if segments is not None:
-            index, valid = segments
-            segments = SegmentIndex(index if index is None else -turned(index, 1), turned(valid, 1))
-        return {**inputs, **{name: turned(inputs[name]) for name in "qkv"}, "gates": gates._replace(**turn)}, segments
+            gates = gates._replace(angles=self.turned(gates.angles, gates.angles.dim() - 2))
+        return Operands(self.turned(given.q), self.turned(given.k), self.turned(given.v), gates)
 
-    def own(self, inputs: dict[str, Any]) -> Tensor:
+    def reversed_segments(self, segments: SegmentIndex | None) -> SegmentIndex | None:
+        if segments is None:
+            return None
+        index = segments.index
+        if index is not None:
+            index = -self.turned(index, 1)
+        return SegmentIndex(index, self.turned(segments.valid, 1))
+
+    def own(self, given: Operands) -> Tensor:
         """Return the outputs (B, H, L, E) of each token from its own steps, which both directions include."""
-        n, gates = self.config.householders, inputs["gates"]
-        q, k, v, beta = (x.unflatten(2, (-1, n)).unbind(3) for x in (*map(inputs.get, "qkv"), gates.beta[..., None]))
-        read, y = q[-1].to(gates.beta.dtype), 0
-        for key, value, strength in reversed([*zip(k, v, beta)]):
-            held = strength * (read * key).sum(-1, keepdim=True)
-            y, read = y + held * value, read - held * key
-        return (self.head_dim**-0.5 * y).to(v[0].dtype)
+        n, beta = self.config.householders, given.gates.beta[..., None]
+        q, k, v, beta = (x.unflatten(2, (-1, n)) for x in (given.q, given.k, given.v, beta))  # (B, H, L, n, ..)
+        read = q[:, :, :, -1].to(beta.dtype)
+        y = 0
+        for i in reversed(range(n)):
+            key = k[:, :, :, i]
+            held = beta[:, :, :, i] * (read * key).sum(-1, keepdim=True)
+            y = y + held * v[:, :, :, i]
+            read = read - held * key
+        return (self.head_dim**-0.5 * y).to(v.dtype)
 
     def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, LinearState]:
-        inputs, decay = self.arguments_and_state(x, q, k, v, layout)
-        y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=self.of_steps(layout.segments))
-        return self.read_out(y), LinearState(*state, layout.next_position(x), decay)
+        given = self.operands(x, q, k, v, layout)
+        segments = self.of_steps(layout.segments)
+        y, new = prefill(given.q, given.k, given.v, given.gates, segments=segments, settings=self.settings)
+        return self.read_out(y), LinearState(new.S, new.z, layout.next_position(x), given.state)
 
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LinearState, valid: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         check_state(state, LinearState, x)
         layout = Layout.after(x, state.position, valid)
-        inputs, decay = self.arguments_and_state(x, q, k, v, layout, state.decay)
-        valid = None if valid is None else valid.repeat_interleave(self.config.householders, 1)
-        y, new = step(**inputs, state=State(state.S, state.z), valid=valid)
-        return self.read_out(y), LinearState(*new, state.position + layout.count(x), decay)
+        given = self.operands(x, q, k, v, layout, state.decay)
+        if valid is not None:
+            valid = valid.repeat_interleave(self.config.householders, 1)
+        before = State(state.S, state.z)
+        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.settings)
+        return self.read_out(y), LinearState(new.S, new.z, state.position + layout.count(x), given.state)
 
 
 FAMILY = {

@@ -24,6 +24,7 @@ from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops import (
     FORMS,
+    Gates,
     Settings,
     State,
     linear_attention,
@@ -95,6 +96,22 @@ def usual_mixer(kind: type) -> str:
     raise ValueError(f"mixer: {kind.__name__} needs one of {', '.join(names)}")
 
 
+class Operands(NamedTuple):
+    """What the operator takes.
+
+    Attributes:
+        q, k, v: Queries and keys (B, H, L, D), values (B, H, L, E).
+        gates: Gates of the operator.
+        state: State of the decay after these tokens; empty if the decay has none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    state: tuple[Tensor, ...] = ()
+
+
 @state_type
 class LinearState(NamedTuple):
     """The state of a causal layer.
@@ -163,6 +180,29 @@ class LionAttention(Attention):
             decay.reverse = self.config.direction == "backward"
             decay.temperature = self.config.decay_temperature or decay.temperature
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
+        self.settings = self.operator_settings()
+
+    def operator_settings(self) -> Settings:
+        """Return the settings of the operator, which change with the form alone."""
+        c = self.config
+        return Settings(
+            form=self.form,
+            direction=c.direction,
+            normalize=c.normalize,
+            decay_convention=c.decay_convention,
+            feature_map=None if self.maps_first else c.feature_map,
+            scale=self.mixer.scale,
+            chunk_size=self.chunk_size,
+            scan_merge=c.scan_merge,
+            undecayed_erase=self.mixer.undecayed_erase,
+        )
+
+    @property
+    def maps_first(self) -> bool:
+        """Return whether the feature map is applied in the layer: the decay may use or change the mapped keys."""
+        if self.mixer.key_map or self.config.scans != ROW_MAJOR:
+            return True
+        return any(not decay.scans for decay in self.decays)
 
     def make_decays(self, dim: int) -> list[Decay]:
         """Return one decay per scan, none for a mixer without decay."""
@@ -249,35 +289,28 @@ class LionAttention(Attention):
         super().set_form(form, chunk_size)
         self.form = form
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
+        self.settings = self.operator_settings()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        settings = Settings(
-            form=self.form,
-            direction=self.config.direction,
-            chunk_size=self.chunk_size,
-            dropout_p=self.config.score_dropout if self.training else 0.0,
-        )
+        settings = self.settings
+        if self.training and self.config.score_dropout:
+            settings = replace(settings, dropout_p=self.config.score_dropout)
         if self.config.scans != ROW_MAJOR:
             return self.mix_scans(x, q, k, v, layout, settings)
-        given = dict(self.arguments(x, q, k, v, layout), settings=settings, segments=layout.segments)
-        return linear_attention(**given) if layout.part is None else split_attention(**given, part=layout.part)
+        given = self.operands(x, q, k, v, layout)
+        q, k, v, gates = given.q, given.k, given.v, given.gates
+        if layout.part is not None:
+            return split_attention(q, k, v, gates, part=layout.part, segments=layout.segments, settings=settings)
+        return linear_attention(q, k, v, gates, segments=layout.segments, settings=settings)
 
     def mix_scans(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, settings: Settings) -> Tensor:
         """Mix tokens by several scans, each with separate decays (B, H, L) or (H,), in sequence order."""
-        c, rows = self.config, layout if layout.whole is None else layout.whole
-        if rows.orders is None or len(rows.orders) != len(c.scans):
-            raise ValueError(f"layout: scans {', '.join(c.scans)} need the orders of `grid_layout`")
+        scans, rows = self.config.scans, layout if layout.whole is None else layout.whole
+        if rows.orders is None or len(rows.orders) != len(scans):
+            raise ValueError(f"layout: scans {', '.join(scans)} need the orders of `grid_layout`")
         if rows.segment_index is not None:
             raise ValueError("segments: several scans need one image per row, without segments")
-        q, k = apply_feature_map(c.feature_map, q), apply_feature_map(self.mixer.key_map or c.feature_map, k)
-        settings = replace(
-            settings,
-            feature_map=None,
-            scan_merge=c.scan_merge,
-            normalize=c.normalize,
-            decay_convention=c.decay_convention,
-            scale=self.mixer.scale,
-        )
+        q, k = self.mapped(q, k)
         log_decays = [decay(x, k, layout).log_decay for decay in self.decays]
 
         def mix_rows(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
@@ -286,41 +319,42 @@ class LionAttention(Attention):
 
         return by_heads(mix_rows, layout, q, k, v, *log_decays)
 
-    def arguments(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> dict[str, Any]:
-        """Return the arguments of the operator for tokens x (B, L, dim)."""
-        return self.arguments_and_state(x, q, k, v, layout)[0]
+    def mapped(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys after their feature maps."""
+        feature_map = self.config.feature_map
+        return apply_feature_map(feature_map, q), apply_feature_map(self.mixer.key_map or feature_map, k)
 
-    def arguments_and_state(
+    def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
-    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-        """Return the arguments of the operator, and the state of the decay after these tokens."""
-        c, m, feature_map = self.config, self.mixer, self.config.feature_map
-        if m.key_map or (self.decays and not self.decays[0].scans):  # such a decay may use or change the mapped keys
-            q, k = apply_feature_map(feature_map, q), apply_feature_map(m.key_map or feature_map, k)
-            feature_map = None
+    ) -> Operands:
+        """Return what the operator takes for tokens x (B, L, dim), and the state of the decay after them."""
+        if self.maps_first:
+            q, k = self.mapped(q, k)
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
         if gating.query_shift is not None:
             q = (q + gating.query_shift).to(q.dtype)
         if gating.value_gate is not None:
             v = fold(v, gating.value_gate)
-        gates = gating.gates._replace(angles=self.angles(x, layout, gating.gates.angles))
-        settings = dict(normalize=c.normalize, decay_convention=c.decay_convention, scale=m.scale)
-        settings["undecayed_erase"] = m.undecayed_erase
-        return dict(q=q, k=gating.k, v=v, gates=gates, feature_map=feature_map, **settings), gating.state
+        gates = gating.gates
+        angles = self.angles(x, layout, gates.angles)
+        if angles is not None:
+            gates = gates._replace(angles=angles)
+        return Operands(q, gating.k, v, gates, gating.state)
 
     def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, LinearState]:
-        inputs, decay = self.arguments_and_state(x, q, k, v, layout)
-        y, state = prefill(**inputs, chunk_size=self.chunk_size, segments=layout.segments)
-        return y, LinearState(*state, layout.next_position(x), decay)
+        given = self.operands(x, q, k, v, layout)
+        y, new = prefill(given.q, given.k, given.v, given.gates, segments=layout.segments, settings=self.settings)
+        return y, LinearState(new.S, new.z, layout.next_position(x), given.state)
 
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: LinearState, valid: Tensor | None
     ) -> tuple[Tensor, LinearState]:
         check_state(state, LinearState, x)
         layout = Layout.after(x, state.position, valid)
-        inputs, decay = self.arguments_and_state(x, q, k, v, layout, state.decay)
-        y, new = step(**inputs, state=State(state.S, state.z), valid=valid)
-        return y, LinearState(*new, state.position + layout.count(x), decay)
+        given = self.operands(x, q, k, v, layout, state.decay)
+        before = State(state.S, state.z)
+        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.settings)
+        return y, LinearState(new.S, new.z, state.position + layout.count(x), given.state)
 
     def initial_heads(self, batch: int) -> LinearState:
         weight, shape = self.like, (batch, self.num_heads, self.head_dim, self.value_dim)

@@ -22,12 +22,12 @@ from torch import Tensor
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import AttentionConfig
-from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention
+from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention, Operands
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
-from lion.ops import Gates, no_autocast
+from lion.ops import Gates, Settings, no_autocast
 from lion.ops.decay import scan_directions
 
 LOWEST = -60.0  # least c: padding, which has no logit, does not change it
@@ -84,13 +84,19 @@ class PerformerAttention(LionAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         return by_heads(partial(super().mix, x), layout, q, k, v)
 
-    def arguments_and_state(
+    def operator_settings(self) -> Settings:
+        return replace(super().operator_settings(), scale=None, eps=EPS, feature_map=None)
+
+    def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
-    ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    ) -> Operands:
         with no_autocast(x):
-            q, k = (t.to(torch.promote_types(t.dtype, torch.float32)) * self.head_dim**-0.25 for t in (q, k))
-            features = self.random_features.to(q.dtype).mT
-            queries, keys = q @ features, k @ features - k.square().sum(-1, keepdim=True) / 2  # (B, H, L, m)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            q = q.to(wide) * self.head_dim**-0.25
+            k = k.to(wide) * self.head_dim**-0.25
+            features = self.random_features.to(wide).mT
+            queries = q @ features  # (B, H, L, m)
+            keys = k @ features - k.square().sum(-1, keepdim=True) / 2
             queries = (queries - queries.detach().amax(-1, keepdim=True)).exp() * self.count**-0.5
             largest = keys.detach().amax(-1).double() - LOWEST  # (B, H, L)
             if layout.valid is not None:
@@ -98,9 +104,7 @@ class PerformerAttention(LionAttention):
             c, earlier, state = self.stabilisers(largest.clamp_min(0), layout, *state)
             keys = (keys - (c + LOWEST)[..., None]).exp().to(v.dtype) * self.count**-0.5
             log_decay = None if earlier is None else (earlier - c).to(q.dtype)
-        settings = dict(normalize="sum", decay_convention="target", scale=None, eps=EPS)
-        given = dict(q=queries.to(v.dtype), k=keys, v=v, gates=Gates(log_decay), feature_map=None, **settings)
-        return given, (state,)
+        return Operands(queries.to(v.dtype), keys, v, Gates(log_decay), (state,))
 
     def stabilisers(
         self, largest: Tensor, layout: Layout, before: Tensor | None = None
