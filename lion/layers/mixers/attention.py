@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -140,6 +140,39 @@ class Inputs(NamedTuple):
     convolved: Tensor | None = None
 
 
+class Windows:
+    """Runs of the parts of a layer that read neighbouring tokens, on whole rows."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.after: dict[str, Tensor] = {}  # states of the parts after these tokens, in a stream
+
+    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+        """Return the outputs of a part, whose state is called `name` in `BlockState`."""
+        return part(tokens, self.layout)
+
+
+class Prompt(Windows):
+    """Runs on a prompt, which keep the states after it."""
+
+    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+        y, self.after[name] = part.prefill(tokens, self.layout)
+        return y
+
+
+class Step(Windows):
+    """Runs on the next tokens of a stream, with the states `before` them."""
+
+    def __init__(self, layout: Layout, before: dict[str, Tensor], valid: Tensor | None) -> None:
+        super().__init__(layout)
+        self.before = before
+        self.valid = valid
+
+    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+        y, self.after[name] = part.step(tokens, self.before[name], self.valid)
+        return y
+
+
 class Attention(Mixer):
     """Projections to q, k and v, a mixing of heads, and the output projection, with the parts of published blocks.
 
@@ -210,44 +243,62 @@ class Attention(Mixer):
         layout = Layout.given(x, layout)
         if layout.part is not None:
             self.check_split(layout.part.count)
-        inputs, _ = self.read(x, lambda part, tokens, _: (part(tokens, layout), None), layout)
-        return self.merge(inputs, self.mix(*inputs[:4], layout), layout)
+        inputs = self.read(x, Windows(layout))
+        return self.merge(inputs, self.mix(inputs.x, inputs.q, inputs.k, inputs.v, layout), layout)
 
     def prefill(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> tuple[Tensor, Any]:
         self.check_causal()
         layout = Layout.given(x, layout)
         if layout.part is not None:
             raise ValueError("layout: a stream is not split over processes")
-        inputs, tails = self.read(x, lambda part, tokens, _: part.prefill(tokens, layout), layout)
-        y, state = self.prefill_heads(*inputs[:4], layout)
-        return self.merge(inputs, y, layout), BlockState(state, *tails) if self.neighbours else state
+        windows = Prompt(layout)
+        inputs = self.read(x, windows)
+        y, state = self.prefill_heads(inputs.x, inputs.q, inputs.k, inputs.v, layout)
+        return self.merge(inputs, y, layout), self.block_state(state, windows.after)
 
     def step(self, x: Tensor, state: Any, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         self.check_causal()
-        layout, before = Layout.of(x, valid), ()
+        layout = Layout.of(x, valid)
+        before: dict[str, Tensor] = {}
         if self.neighbours:
             check_state(state, BlockState, x)
-            state, *before = state
-        inputs, tails = self.read(x, lambda part, tokens, i: part.step(tokens, before[i], valid), layout)
-        y, state = self.step_heads(*inputs[:4], state, valid)
-        return self.merge(inputs, y, layout), BlockState(state, *tails) if self.neighbours else state
+            before = state._asdict()
+            state = state.heads
+        windows = Step(layout, before, valid)
+        inputs = self.read(x, windows)
+        y, state = self.step_heads(inputs.x, inputs.q, inputs.k, inputs.v, state, valid)
+        return self.merge(inputs, y, layout), self.block_state(state, windows.after)
 
     def initial_state(self, batch: int) -> Any:
-        state = self.initial_heads(batch)
-        if not self.neighbours:
-            return state
-        none = self.like.new_zeros(batch, 0, 0)
-        return BlockState(state, *(p.initial_state(batch) if p else none for p in self.windows))
+        found = {}
+        for name, part in self.windows().items():
+            found[name] = part.initial_state(batch)
+        return self.block_state(self.initial_heads(batch), found)
 
-    @property
-    def windows(self) -> tuple[nn.Module | None, ...]:
-        """Return token shift, convolution, and the shift of keys and values; None for those that are off."""
-        return self.token_shift, self.conv, self.kv_shift
+    def block_state(self, heads: Any, windows: dict[str, Tensor]) -> Any:
+        """Return the state of the layer: that of the heads, with those of the parts that read neighbours, if any."""
+        if not self.neighbours:
+            return heads
+        some = next(iter(windows.values()))
+        none = some.new_zeros(len(some), 0, 0)
+        shift, conv, kv = windows.get("shift", none), windows.get("conv", none), windows.get("kv", none)
+        return BlockState(heads, shift, conv, kv)
+
+    def windows(self) -> dict[str, nn.Module]:
+        """Return the parts that read neighbouring tokens, by the names of their states in `BlockState`."""
+        found = {}
+        if self.token_shift is not None:
+            found["shift"] = self.token_shift
+        if self.conv is not None:
+            found["conv"] = self.conv
+        if self.kv_shift is not None:
+            found["kv"] = self.kv_shift
+        return found
 
     @property
     def neighbours(self) -> bool:
         """Return whether the projections read neighbouring tokens."""
-        return any(part is not None for part in self.windows)
+        return len(self.windows()) > 0
 
     def projected(self, keys: int, values: int) -> tuple[int, int, int]:
         """Return the widths of the projections to q, k and v, for the widths of the keys and values of all heads."""
@@ -273,54 +324,66 @@ class Attention(Mixer):
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k (B, H, L, D) and v (B, H, L, E) of tokens x (B, L, dim)."""
-        return self.read(x, lambda part, tokens, _: (part(tokens), None))[0][1:4]
+        inputs = self.read(x, Windows(PLAIN))
+        return inputs.q, inputs.k, inputs.v
 
-    def read(
-        self, x: Tensor, run: Callable[[nn.Module, Tensor, int], tuple[Tensor, Any]], layout: Layout = PLAIN
-    ) -> tuple[Inputs, list[Any]]:
-        """Return the inputs of the heads, and the states of the `windows`, for tokens x (B, L, dim).
-
-        `run(part, tokens, index)` returns the output and the state of one of these parts.
-        """
-        if x.dim() != 3 or x.shape[-1] != self.qkv.in_features or x.shape[1] == 0:
-            raise ValueError(f"x: expected tokens (B, L >= 1, {self.qkv.in_features}), got shape {tuple(x.shape)}")
+    def read(self, x: Tensor, windows: Windows) -> Inputs:
+        """Return the inputs of the heads for tokens x (B, L, dim); `windows` run the parts that read neighbours."""
+        dim = self.qkv.in_features
+        if x.dim() != 3 or x.shape[-1] != dim or x.shape[1] == 0:
+            raise ValueError(f"x: expected tokens (B, L >= 1, {dim}), got shape {tuple(x.shape)}")
+        layout = windows.layout
         tokens = gate = x = layout.clean(x)
-        tails = [x[:, :0]] * len(self.windows)
-        parts = convolved = None
+        convolved = None
         if self.token_shift is not None:
-            shifted, tails[0] = run(self.token_shift, x, 0)
-            *parts, gate = (shifted[..., i * x.shape[-1] :][..., : x.shape[-1]] for i in (0, 1, 2, self.shifts - 1))
-            x = shifted[..., 3 * x.shape[-1] : -x.shape[-1]]
+            shifted = windows.run("shift", self.token_shift, x)  # (B, L, shifts * dim)
+            for_q, for_k, for_v = shifted[..., : 3 * dim].split(dim, -1)
+            x = shifted[..., 3 * dim : -dim]
+            gate = shifted[..., -dim:]
+            qkv = self.projections(for_q, for_k, for_v)
         elif self.parts.conv_first:
-            convolved, tails[1] = run(self.conv, x, 1)
-            convolved = F.silu(convolved)
-            parts = convolved, convolved, x
-        if parts is None:
-            qkv = self.qkv(x)
-        elif not is_plain(self.qkv):  # an adapter or hook: the whole layer, for each of q, k and v
-            qkv = torch.cat([self.qkv(part).split(self.widths, -1)[i] for i, part in enumerate(parts)], -1)
+            convolved = F.silu(windows.run("conv", self.conv, x))
+            qkv = self.projections(convolved, convolved, x)
         else:
-            biases = (None,) * 3 if self.qkv.bias is None else self.qkv.bias.split(self.widths)
-            weights = self.qkv.weight.split(self.widths)
-            qkv = torch.cat([F.linear(*part) for part in zip(parts, weights, biases)], -1)
+            qkv = self.qkv(x)
         if self.conv is not None and convolved is None:
-            qkv, tails[1] = run(self.conv, layout.clean(qkv), 1)
+            qkv = windows.run("conv", self.conv, layout.clean(qkv))
         if self.kv_shift is not None:
             q, kv = qkv.tensor_split((self.widths[0],), -1)
-            kv, tails[2] = run(self.kv_shift, layout.clean(torch.cat([kv, self.kv_shift.share(tokens)], -1)), 2)
-            qkv = torch.cat([q, kv], -1)
+            kv = layout.clean(torch.cat([kv, self.kv_shift.share(tokens)], -1))
+            qkv = torch.cat([q, windows.run("kv", self.kv_shift, kv)], -1)
         q, k, v = qkv.split(self.widths, -1)
-        q, k = (self.by_head(t, self.key_heads) for t in (q, k))
+        q = self.by_head(q, self.key_heads)
+        k = self.by_head(k, self.key_heads)
         if self.qk_norm is not None:
-            q, k = (norm(t).to(t.dtype) for norm, t in zip(self.qk_norm, (q, k)))
+            q = self.qk_norm[0](q).to(q.dtype)
+            k = self.qk_norm[1](k).to(k.dtype)
         if self.parts.value_map != "identity":
             v = apply_feature_map(self.parts.value_map, v)
-        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate, convolved), tails
+        return Inputs(x, q, k, self.by_head(v, self.num_heads), gate, convolved)
+
+    def projections(self, for_q: Tensor, for_k: Tensor, for_v: Tensor) -> Tensor:
+        """Return q, k and v (B, L, the sum of their widths), which read different tokens (B, L, dim)."""
+        if not is_plain(self.qkv):  # an adapter or hook: the whole layer, for each of q, k and v
+            q, _, _ = self.qkv(for_q).split(self.widths, -1)
+            _, k, _ = self.qkv(for_k).split(self.widths, -1)
+            _, _, v = self.qkv(for_v).split(self.widths, -1)
+            return torch.cat([q, k, v], -1)
+        biases = (None, None, None)
+        if self.qkv.bias is not None:
+            biases = self.qkv.bias.split(self.widths)
+        weights = self.qkv.weight.split(self.widths)
+        q = F.linear(for_q, weights[0], biases[0])
+        k = F.linear(for_k, weights[1], biases[1])
+        v = F.linear(for_v, weights[2], biases[2])
+        return torch.cat([q, k, v], -1)
 
     def by_head(self, x: Tensor, heads: int) -> Tensor:
         """Return x (B, L, heads * D) as (B, H, L, D), where each of `heads` serves a group of the H heads."""
         x = x.unflatten(-1, (heads, -1)).transpose(1, 2)
-        return x if heads == self.num_heads else x.repeat_interleave(self.num_heads // heads, 1)
+        if heads == self.num_heads:
+            return x
+        return x.repeat_interleave(self.num_heads // heads, 1)
 
     def prepare(self, x: Tensor, layout: Layout) -> Layout:
         if self.rotation is None or not self.rotation.shared or layout.angles is not None:
@@ -331,10 +394,12 @@ class Attention(Mixer):
         """Return the rotation angles of tokens x (B, L, dim), plus the angles `more`; None if there are neither."""
         if self.rotation is None:
             return more
-        angles = layout.angles if self.rotation.shared else None
-        if angles is None:
+        angles = layout.angles
+        if angles is None or not self.rotation.shared:
             angles = self.rotation(x, layout)
-        return angles if more is None else angles + more
+        if more is None:
+            return angles
+        return angles + more
 
     def merge(self, inputs: Inputs, y: Tensor, layout: Layout = PLAIN) -> Tensor:
         """Map the outputs y (B, H, L, E) of the heads to (B, L, dim): skip, norms, gate and output projection."""
