@@ -348,7 +348,13 @@ def train(
 
 
 def prepare(
-    recipe: Recipe, world: int, *, fresh: bool, first: bool, splits: Splits | None, model: Model | None
+    recipe: Recipe,
+    world: int,
+    *,
+    fresh: bool,
+    first: bool,
+    splits: Splits | None = None,
+    model: Model | None = None,
 ) -> tuple[DataSet, Splits, Plan, Task, Model]:
     """Return data set, splits, plan, task and model of a run, after all checks that one process can make alone.
 
