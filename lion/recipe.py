@@ -28,9 +28,8 @@ from lion.config import (
 )
 from lion.models import MODELS
 from lion.tasks import TASKS
-from lion.trainer.config import TrainerConfig
-from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig
+from lion.trainer.optim import OptimConfig, ScheduleConfig
+from lion.trainer.plan import TrainerConfig
 
 EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that sets one removes the others
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lion.runs import build_on_meta, count_parameters
+from lion.trainer.optim import learning_rate
 from lion.trainer.plan import make_plan
-from lion.trainer.schedule import learning_rate
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, resolve
 

@@ -32,9 +32,9 @@ from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Splits
 from lion.trainer.checkpoint_files import newest
 from lion.trainer.loop import Trainer
+from lion.trainer.optim import learning_rate
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
-from lion.trainer.schedule import learning_rate
 from tests.helpers import ROOT
 from tools.compose import describe_data, make_task, metric_of, resolve
 from tools.listing import recipe_files, recipe_path

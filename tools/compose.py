@@ -87,12 +87,12 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         ConfigError: An override of another key.
     """
-    recipe = resolve(folder / RECIPE)
+    recipe = resolve(folder / RECIPE, overrides)
     free = sorted(free_keys(recipe.data, "data"))
     for item in overrides:
         if item.partition("=")[0] not in free:
             raise ConfigError(f"{item!r}: the recipe of a run is fixed, only {', '.join(free)} may be overridden")
-    return resolve(folder / RECIPE, overrides) if overrides else recipe
+    return recipe
 
 
 def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:

@@ -8,7 +8,7 @@ from lion.recipe import Recipe
 from lion.samples.base import Batch
 from lion.tasks import Task
 from lion.tasks.base import to_device
-from lion.trainer.memory import free_bytes
+from lion.trainer.diagnostics import free_bytes
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, slow_precision, start_runtime

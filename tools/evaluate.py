@@ -12,7 +12,6 @@ row are split over processes, and the memory is the largest of a process.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lion.evaluation.forms import form_label
 from lion.evaluation.run import evaluate_run
 from lion.ops import FORMS
 from lion.progress import rate
+from lion.recipe import Recipe
 from lion.runs import LoadedRun, find_run, open_run
 from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
@@ -81,11 +81,13 @@ def main(argv: list[str]) -> int:
     if args.processes > 1 and "RANK" not in os.environ:
         check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
         return launch(Machines(args.processes), argv, "tools.evaluate", again="starts anew")
-    recipe, runtime = resolve_run(find_run(args.run)), None
+    folder = find_run(args.run)
+    recipe = resolve_run(folder, args.overrides)
+    runtime = None
     if args.processes > 1:
         trainer = recipe.trainer
         runtime = start_runtime(trainer.device, matmul=trainer.matmul, sequence=args.processes)
-    results = measure_forms(args.run, args.form, args.chunk_size, overrides=args.overrides, runtime=runtime, **wanted)
+    results = measure_forms(folder, args.form, args.chunk_size, recipe=recipe, runtime=runtime, **wanted)
     if runtime is not None:
         dist.destroy_process_group()
     if runtime is None or runtime.main:
@@ -123,7 +125,7 @@ def measure_forms(
     form: str = "all",
     chunk_size: int | None = None,
     *,
-    overrides: Sequence[str] = (),
+    recipe: Recipe | None = None,
     checkpoint: str = "best",
     split: str | None = None,
     ema: bool = False,
@@ -133,10 +135,11 @@ def measure_forms(
     """Evaluate a run on the data of its recipe (`lion.evaluation.run`).
 
     All forms use one checkpoint and one model, because a run that is still training may replace its checkpoints
-    meanwhile.
+    meanwhile. `recipe` is that of the run, with overrides, if it is at hand.
     """
-    recipe = resolve_run(find_run(run), overrides)
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
+    if recipe is None:
+        recipe = resolve_run(loaded.folder)
     if form != "all":
         choose_form(loaded.model, form)
     splits = build_data(recipe, loaded.folder)

@@ -13,7 +13,7 @@ from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, fin
 from lion.samples.base import Info
 from lion.tasks import Task
 from lion.tasks.metrics import Metric, MetricOfMeans
-from lion.trainer.schedule import to_seconds
+from lion.trainer.optim import to_seconds
 from tools.compose import open_data, resolve_run
 
 

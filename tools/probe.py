@@ -21,7 +21,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.evaluation.timing import seconds
 from lion.trainer.compilation import missing_compiler
-from lion.trainer.memory import free_bytes
+from lion.trainer.diagnostics import free_bytes
 from lion.trainer.runtime import code_version, name_of
 from tools.cli import say
 

@@ -15,9 +15,9 @@ from lion.progress import progress, rate
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.metrics import Metric, MetricOfPass
+from lion.trainer.diagnostics import tensor_peak
 from lion.trainer.evaluate import Totals, own_value
 from lion.trainer.loader import Batches
-from lion.trainer.memory import tensor_peak
 from lion.trainer.runtime import Runtime
 
 LONG = 1024  # tokens; for longer samples, L x L matrices and single steps are measured only on request

@@ -16,9 +16,12 @@ from lion.trainer.checkpoint_files import (
     STATE,
     Checkpoint,
     UnusableCheckpoint,
+    Writing,
+    copied,
     load_state,
     newest,
     prune,
+    refusal,
     scratch_folder,
     scratch_path,
     seal,
@@ -29,7 +32,6 @@ from lion.trainer.faults import out_of_memory
 from lion.trainer.parallel import TrainedModels, load_shards, shard_writer
 from lion.trainer.runtime import Runtime
 from lion.trainer.state import check_kept
-from lion.trainer.writing import Writing, copied, refusal
 
 log = logging.getLogger("lion")
 

@@ -21,16 +21,14 @@ from lion.tasks.base import Task, to_device
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.compilation import compile_blocks, load_compiled, save_compiled
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
-from lion.trainer.ema import Average, Buffers
 from lion.trainer.evaluate import FirstBatchKept, evaluate
 from lion.trainer.faults import RunError, advised_error, divergence_advice
 from lion.trainer.log import NoLog, RunLog
-from lion.trainer.optim import make_optimizer
+from lion.trainer.optim import Average, Buffers, make_optimizer
 from lion.trainer.parallel import TrainedModels, full, local, replicate, shard, synchronise
 from lion.trainer.plan import Plan
-from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, catch_signals, random_state, restore_random_state
-from lion.trainer.state import RunState, SaveTimer, StoppedTime, TrainingClock
+from lion.trainer.state import RunData, RunState, SaveTimer, StoppedTime, TrainingClock
 
 log = logging.getLogger("lion")
 

@@ -1,12 +1,16 @@
-"""The AdamW optimizer and its parameter groups."""
+"""The AdamW optimizer, durations and learning-rate schedules, and the average of a model."""
 
 from __future__ import annotations
 
+import copy
+import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.optim_factors import OptimFactors, optim_factors
@@ -85,3 +89,170 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.A
         fused=True,
     )
     return optimizer, [factor.lr for factor in order]
+
+
+_DURATION = re.compile(r"\s*(\d{1,18}(?:\.\d+)?(?:[eE][+-]?\d{1,2})?)\s*(ep|%|st)?\s*")
+
+
+def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | None = None) -> int:
+    """Return the number of steps of a duration: `2000` or `"2000st"`, `"5ep"` (epochs), `"6%"` (of `total`).
+
+    Raises:
+        ValueError: `duration` is not a duration, or is percent without `total`.
+    """
+    match = _DURATION.fullmatch(str(duration))
+    if match is None or (match[2] == "%" and total is None):
+        raise ValueError(f"expected steps (2000), epochs ('5ep') or percent ('6%'), got {duration!r}")
+    amount = float(match[1])
+    scale = {"ep": steps_per_epoch, "%": (total or 0) / 100, "st": 1, None: 1}[match[2]]
+    return round(amount * scale)
+
+
+def to_seconds(duration: str | int) -> float | None:
+    """Return the seconds of a time (`"30min"`, `"24h"`), or None for any other duration."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(min|h)\s*", str(duration))
+    return {"min": 60, "h": 3600}[match[2]] * float(match[1]) if match else None
+
+
+def to_share(duration: str | int, seconds: float) -> float:
+    """Return the seconds of a duration (`"6%"`, `"30min"`, 0) in a run of `seconds`.
+
+    Raises:
+        ValueError: `duration` is in steps or epochs, which are unknown in a time-limited run.
+    """
+    if (found := to_seconds(duration)) is not None:
+        return found
+    match = _DURATION.fullmatch(str(duration))
+    if match is None or (match[2] != "%" and float(match[1])):
+        raise ValueError(f"expected percent ('6%') or a time ('30min') in a time-limited run, got {duration!r}")
+    return float(match[1]) / 100 * seconds
+
+
+class Moment(NamedTuple):
+    """A step after the warm-up, as the input of a schedule.
+
+    Attributes:
+        step: The place in the run, in steps or seconds.
+        warmup: The length of the warm-up, in the same unit.
+        progress: The fraction of the curve that is completed, from 0 to 1.
+        peak: The highest learning rate.
+        least: The lowest learning rate.
+    """
+
+    step: float
+    warmup: float
+    progress: float
+    peak: float
+    least: float
+
+
+def cosine(at: Moment) -> float:
+    return at.least + (at.peak - at.least) * ((1 + math.cos(math.pi * at.progress)) / 2)
+
+
+def linear(at: Moment) -> float:
+    return at.least + (at.peak - at.least) * (1 - at.progress)
+
+
+def inverse_sqrt(at: Moment) -> float:
+    return max(at.least, at.peak * math.sqrt(max(1, at.warmup) / max(1, at.step, at.warmup)))
+
+
+def constant(at: Moment) -> float:
+    return at.peak
+
+
+def budget_triangle(at: Moment) -> float:
+    """Rise from 25 % of the peak to the peak over 75 % of the curve, then fall to the lowest rate (2212.14034)."""
+    up, down = 0.25 + at.progress, (1 - at.progress) / 0.25
+    return max(at.least, at.peak * up) if up <= down else at.least + (at.peak - at.least) * down
+
+
+# learning rates after the warm-up, by name; a new schedule needs one function and one entry
+SCHEDULES: dict[str, Callable[[Moment], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "inverse_sqrt": inverse_sqrt,
+    "constant": constant,
+    "budget_triangle": budget_triangle,
+}
+
+
+@dataclass
+class ScheduleConfig:
+    """Settings of the learning-rate schedule; `min_lr` and `warmup_lr` (the start of the warm-up) are absolute.
+
+    With `overlay: true` the warm-up replaces the start of the curve (DeiT); otherwise the curve begins after the
+    warm-up.
+    """
+
+    kind: str = setting("cosine", choices=SCHEDULES)
+    warmup: str | int = 0
+    warmup_lr: float = setting(0.0, min=0)
+    min_lr: float = setting(0.0, min=0)
+    overlay: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            if to_seconds(self.warmup) is None:
+                to_steps(self.warmup, steps_per_epoch=1, total=1)
+        except ValueError as error:
+            raise ValueError(f"warmup: {error}") from None
+
+
+def learning_rate(step: float, *, config: ScheduleConfig, peak: float, warmup: float, total: float) -> float:
+    """Return the learning rate at `step` (0 is the first); `step`, `warmup` and `total` may also be in seconds."""
+    if step < warmup:
+        return config.warmup_lr + (peak - config.warmup_lr) * step / warmup
+    start = 0 if config.overlay else warmup
+    progress = min(1.0, (step - start) / max(1, total - start))
+    return SCHEDULES[config.kind](Moment(step, warmup, progress, peak, config.min_lr))
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """Return the names of the buffers that are saved in a checkpoint of the model."""
+    held = model.state_dict().keys()
+    return [name for name, _ in model.named_buffers() if name in held]
+
+
+class Buffers:
+    """The persistent buffers of a model (running statistics), which a skipped step must leave unchanged."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.names = model, persistent_buffers(model)
+        self.before: list[Tensor] = []
+
+    def current(self) -> list[Tensor]:
+        held = dict(self.model.named_buffers()) if self.names else {}
+        return [held[name] for name in self.names]
+
+    def keep(self) -> None:
+        self.before = [buffer.clone() for buffer in self.current()]
+
+    def put_back(self, skipped: Tensor) -> None:
+        """Restore the kept buffers if the tensor `skipped` is not 0, without waiting for the device."""
+        for buffer, before in zip(self.current(), self.before):
+            buffer.copy_(torch.where(skipped.bool(), before, buffer))
+
+
+class Average:
+    """An exponential moving average of a model, `average = decay * average + (1 - decay) * model` at every step.
+
+    The average covers the weights and persistent floating-point buffers of the model. Other persistent buffers
+    (counts) are copied. A skipped step counts as a step in which the model did not change.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.decay = decay
+        self.buffers = persistent_buffers(model)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - self.decay)
+        averaged, current = (dict(m.named_buffers()) if self.buffers else {} for m in (self.model, model))
+        for name in self.buffers:
+            if averaged[name].is_floating_point():
+                averaged[name].lerp_(current[name], 1 - self.decay)
+            else:
+                averaged[name].copy_(current[name])

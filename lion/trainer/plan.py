@@ -1,17 +1,140 @@
-"""Training plan: durations and batches of a recipe, converted to steps for a data set and a number of processes."""
+"""The `trainer` section of a recipe, and its durations and batches in steps, for a data set and its processes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lion.config import ConfigError, rounding
+from lion.config import ConfigError, nearest_divisor, rounding, setting
 from lion.models.base import Model
-from lion.trainer.config import TrainerConfig
+from lion.trainer.faults import FaultsConfig
 from lion.trainer.loader import steps_per_epoch
-from lion.trainer.optim import OptimConfig
-from lion.trainer.schedule import ScheduleConfig, to_seconds, to_share, to_steps
+from lion.trainer.optim import OptimConfig, ScheduleConfig, to_seconds, to_share, to_steps
+from lion.trainer.runtime import MATMUL
+
+
+@dataclass
+class TrainerConfig:
+    """Settings of training: length, batch size, precision, evaluation and checkpoints.
+
+    Durations are steps (2000), epochs ("5ep") or percent of the run ("2%").
+
+    The length of a run is `epochs`, `steps` or `time` ("24h", "30min"). `time` counts training only, without
+    compilation, evaluation and saving. `batch_size` is the global batch size of a step, for any number of processes.
+    `micro_batch` is the number of samples in one forward pass of one process (null: the whole share of the process).
+    The number of accumulation passes follows from both. With `batch_ramp` ("60%"), the batch size grows linearly
+    during that time, from `batch_start` samples in increments of `batch_start`.
+
+    `eval_every` and `save_every` are durations; `save_every` may also be a time. The newest `keep_last` checkpoints
+    from which a run can resume are kept. With `save_async`, a step waits only until the state is copied into the memory
+    of the CPU, and a thread writes the copy. `parallel` selects how processes share the model: each process holds the
+    whole model (`ddp`) or a shard of it (`fsdp`). With `sequence`, each holds the whole model, and a part of the tokens
+    of each row. `sequence` is the number of processes that share a row, which makes a mesh of `data x sequence`
+    processes, also with `ddp` and `fsdp` (null: all processes with `parallel=sequence`, otherwise 1).
+
+    `precision=bf16` is autocast, which leaves gates, masks and row sums in float32. `matmul` is the precision of all
+    float32 matrix products (`high`: TF32 on a GPU that supports it; `medium`: bf16 products on a CPU that supports
+    them). `deterministic` selects kernels that give the same bits every time, as far as PyTorch has them for a GPU.
+    `compiled_code` is a file of compiled code, which is read at the start, if it exists, and written at the end. With
+    `autotune`, compilation takes a minute or more longer: it times generated kernels for every matrix product beside
+    those of the libraries, and takes the fastest. With `memory_budget` below 1, compiled blocks save about that share
+    of what they would save for the backward pass, which recomputes the rest.
+    """
+
+    batch_size: int = setting(min=1)
+    epochs: float | None = setting(None, above=0, max=1_000_000)
+    steps: int | None = setting(None, min=1)
+    time: str | None = None
+    batch_ramp: str | int | None = None
+    batch_start: int | None = setting(None, min=1)
+    micro_batch: int | None = setting(None, min=1, free=True)
+    precision: str = setting("fp32", choices=("fp32", "bf16"))
+    matmul: str = setting("highest", choices=MATMUL)
+    compile: bool = setting(True, free=True)
+    compiled_code: str | None = setting(None, free=True)
+    autotune: bool = setting(False, free="rounding")
+    memory_budget: float = setting(1.0, above=0, max=1, free="rounding")
+    clip_grad: float | None = setting(None, above=0)
+    ema: float | None = setting(None, min=0, max=1)
+    eval_every: str | int = "1ep"
+    save_every: str | int = setting("1ep", free=True)
+    keep_last: int = setting(2, min=1, free=True)
+    save_async: bool = setting(False, free=True)
+    log_every: int = setting(50, min=1, free=True)
+    device: str = setting("auto", free=True)
+    parallel: str = setting("ddp", choices=("ddp", "fsdp", "sequence"), free=True)
+    sequence: int | None = setting(None, min=1, free=True)
+    deterministic: bool = setting(False, free=True)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("epochs", "steps", "time") if getattr(self, name) is not None]
+        if len(given) != 1:
+            which = "trainer.epochs, trainer.steps and trainer.time"
+            raise ValueError(f"epochs: give exactly one of {which}, got {' and '.join(given) or 'none'}")
+        if self.time is not None and not to_seconds(self.time):
+            raise ValueError(f"time: expected hours ('24h') or minutes ('30min'), got {self.time!r}")
+        if self.ema == 1:
+            raise ValueError("ema: expected less than 1, with which the average would never change, got 1.0")
+        for name in ("eval_every", "save_every", "batch_ramp"):
+            timed = name == "save_every" or (name == "batch_ramp" and self.time is not None)
+            value = getattr(self, name)
+            if value is None or (timed and to_seconds(value)):
+                continue
+            try:
+                steps = to_steps(value, steps_per_epoch=1000, total=100_000)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}{' (or a time, 30min)' if timed else ''}") from None
+            if steps < 1:
+                raise ValueError(f"{name}: expected more than 0, got {value!r}")
+        self.check_ramp()
+
+    def processes_of_a_row(self, world: int) -> int:
+        """Return how many of `world` processes are to share the tokens of a row, a divisor of `world` or not."""
+        return self.sequence or (world if self.parallel == "sequence" else 1)
+
+    def sharing(self, world: int) -> int:
+        """Return how many of `world` processes share the tokens of a row.
+
+        Raises:
+            ConfigError: `sequence` does not divide the number of processes.
+        """
+        count = self.processes_of_a_row(world)
+        if world % count:
+            near = nearest_divisor(count, world)
+            raise ConfigError(f"trainer.sequence: {count} does not divide {world} processes, nearest: {near}")
+        return count
+
+    def describe(self) -> str:
+        """Return length and batch size as text."""
+        length = f"{self.epochs:g} epochs" if self.epochs is not None else f"{self.steps:,} steps" if self.steps else ""
+        return f"{length or f'{self.time} of training'} in batches of {self.batches()}"
+
+    def batches(self) -> str:
+        """Return the batch size, or its ramp, as text."""
+        if self.batch_ramp is None:
+            return str(self.batch_size)
+        return f"{self.batch_start} to {self.batch_size}, reached after {self.batch_ramp}"
+
+    def check_ramp(self) -> None:
+        """Check the settings of the batch-size ramp.
+
+        Raises:
+            ValueError: `batch_ramp`, `batch_start`, `batch_size` and `epochs` do not fit together.
+        """
+        if (self.batch_ramp is None) != (self.batch_start is None):
+            missing = "batch_start" if self.batch_start is None else "batch_ramp"
+            raise ValueError(f"{missing}: batch_ramp and batch_start go together, one is missing")
+        if self.batch_start is None:
+            return
+        if self.epochs is not None:
+            raise ValueError("batch_ramp: not possible with trainer.epochs, give trainer.steps or trainer.time")
+        if self.batch_size % self.batch_start:
+            near = nearest_divisor(self.batch_start, self.batch_size)
+            raise ValueError(
+                f"batch_start: {self.batch_start} does not divide batch_size {self.batch_size}, nearest: {near}"
+            )
 
 
 @dataclass(frozen=True)

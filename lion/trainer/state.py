@@ -1,23 +1,25 @@
-"""State of a run: plain data of its checkpoints, restoring, and the reproducibility of a resumed run."""
+"""State of a run: its batches, plain data of its checkpoints, restoring, and what a resumed run reproduces."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lion.config import ConfigError
+from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
-from lion.trainer.guard import FiniteGuard
+from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
+from lion.trainer.optim import learning_rate
 from lion.trainer.plan import Plan
-from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
-from lion.trainer.schedule import learning_rate
 
 log = logging.getLogger("lion")
 
@@ -296,3 +298,64 @@ def reproducibility_text(then: dict[str, Any], now: dict[str, Any]) -> str:
     if not now["deterministic"]:
         return "from here on: same data order, not the same bits (this GPU needs trainer.deterministic=true for them)"
     return "from here on: bit for bit what the run would have been without a stop"
+
+
+class FiniteGuard:
+    """A guard that skips optimizer steps whose loss or gradient is not finite, without waiting for the device.
+
+    The decision is a tensor that the fused optimizer reads. The counts stay on the device until `read` is called.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.counts = torch.zeros(2, device=device)  # skipped steps: in total, and consecutive at present
+
+    def skip(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Return 1.0 if the step must be skipped, else 0.0; the result is the same in every process."""
+        bad = (~torch.isfinite(loss.float() + norm.float())).float()
+        self.counts[0] += bad
+        self.counts[1] = (self.counts[1] + 1) * bad
+        return bad
+
+    def read(self) -> tuple[int, int]:
+        """Return the number of skipped steps, in total and consecutive at present."""
+        skipped, row = self.counts.tolist()
+        return int(skipped), int(row)
+
+
+class RunData:
+    """The training split and the held-out splits in batches; `workers` is the number of loader processes."""
+
+    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
+        self.splits, self.plan = splits, plan
+        self.place = {"rank": runtime.batch_rank, "world": runtime.batch_world}
+        self.loading: dict[str, Any] = {
+            "collate": splits.collate,
+            "workers": workers,
+            "pin": runtime.device.type == "cuda",
+            "faults": plan.trainer.faults,
+            "device": runtime.device,
+        }
+
+    def sampler(self, start: int) -> StepSampler:
+        """Return the sampler of this process's micro-batches, from sample `start` of the run on."""
+        plan = self.plan
+        return StepSampler(
+            len(self.splits.train),
+            batch=plan.trainer.batch_size,
+            micro=plan.micro,
+            seed=plan.seed,
+            start=start,
+            end=plan.samples,
+            order=self.splits.order,
+            **self.place,
+        )
+
+    def train(self, start: int) -> Batches:
+        """Return the training batches from sample `start` of the run on, across epochs."""
+        return train_batches(self.splits.train, self.sampler(start), **self.loading)
+
+    def held_out(self) -> dict[str, Batches]:
+        """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""
+        more = {f"val_{name}": dataset for name, dataset in self.splits.more.items()}
+        batches = partial(eval_batches, batch=self.plan.micro, seed=self.plan.seed, **self.place, **self.loading)
+        return {name: batches(each, split=name) for name, each in {"val": self.splits.val, **more}.items()}

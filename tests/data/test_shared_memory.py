@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lion.trainer.plan import make_plan
-from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime
+from lion.trainer.state import RunData
 from tests.processes import in_processes
 from tests.trainer.toys import settings
 from tools.compose import build_data, resolve

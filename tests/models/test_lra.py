@@ -300,7 +300,7 @@ def test_some_steps_on_sixteen_thousand_tokens(precision):
 @pytest.mark.slow
 def test_memory_is_linear_in_length():
     """Check that a training step on four times the tokens needs four times the memory."""
-    from lion.trainer.memory import tensor_peak
+    from lion.trainer.diagnostics import tensor_peak
 
     made = LRA(LRAConfig("lion_s_hippo", 16, 1, 2, attention=HippoConfig(form="chunk")), classes=2, length=16_384)
 

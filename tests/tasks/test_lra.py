@@ -14,13 +14,11 @@ from lion.samples.sequences import SequenceInfo
 from lion.tasks import TASKS
 from lion.tasks.lra import LRATask, LRATaskConfig, above_chance
 from lion.tasks.lra_masked import LRAMaskedTask, LRAMaskedTaskConfig
-from lion.trainer.config import TrainerConfig
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
-from lion.trainer.optim import OptimConfig
-from lion.trainer.plan import make_plan
+from lion.trainer.optim import OptimConfig, ScheduleConfig
+from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import Runtime, start_runtime
-from lion.trainer.schedule import ScheduleConfig
 
 LENGTH = 24
 INFOS = {

@@ -21,8 +21,8 @@ from lion.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
-from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, seed_everything
+from lion.trainer.state import RunData
 from tests.trainer.toys import settings
 
 INFO = TextInfo(30, 20, "toy", "f" * 64, {"pad": 0, "mask": 1, "cls": 2, "sep": 3, "unk": 4})

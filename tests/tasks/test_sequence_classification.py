@@ -24,8 +24,8 @@ from lion.tasks.sequence_classification import (
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
-from lion.trainer.run_data import RunData
 from lion.trainer.runtime import Runtime, seed_everything
+from lion.trainer.state import RunData
 from tests.trainer.toys import settings
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2}

@@ -15,8 +15,8 @@ from lion.samples.order import Shuffled
 from lion.trainer import state
 from lion.trainer.diagnostics import Monitor
 from lion.trainer.loader import StepSampler
+from lion.trainer.optim import to_seconds, to_share
 from lion.trainer.plan import make_plan
-from lion.trainer.schedule import to_seconds, to_share
 from lion.trainer.state import TrainingClock
 from tests.helpers import ROOT, refuse, state_of, tiny_recipe
 from tests.processes import in_ranks

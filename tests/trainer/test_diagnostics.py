@@ -10,7 +10,7 @@ from lion.models.vit import ViT, ViTConfig
 from lion.samples.images import ImageInfo
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig
 from lion.trainer.diagnostics import decay_histograms, progress_of
-from lion.trainer.histogram import EDGES, histogram
+from lion.trainer.log import EDGES, histogram
 
 VALUES = {
     "uniform": torch.rand(1000, generator=torch.Generator().manual_seed(0)),

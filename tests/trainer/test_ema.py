@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lion.trainer.ema import Average
+from lion.trainer.optim import Average
 
 
 def net():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lion.trainer.memory import free_bytes, peak_so_far, process_peak, tensor_peak
+from lion.trainer.diagnostics import free_bytes, peak_so_far, process_peak, tensor_peak
 
 CPU = torch.device("cpu")
 SIDE = 2048  # a square of 16 MiB

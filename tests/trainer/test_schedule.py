@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from lion.trainer.schedule import ScheduleConfig, learning_rate, to_steps
+from lion.trainer.optim import ScheduleConfig, learning_rate, to_steps
 
 
 def curve(total, warmup=0, peak=1.0, **settings):

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from lion.runs import RECIPE
 from lion.trainer import checkpointer
-from lion.trainer.checkpoint_files import FOLDER, load_state, newest, steps_of
+from lion.trainer.checkpoint_files import FOLDER, copied, load_state, newest, steps_of
 from lion.trainer.parallel import join_shards
 from lion.trainer.runtime import Runtime
-from lion.trainer.writing import copied
 from tests.helpers import state_of
 from tests.processes import CONTEXT, in_processes
 from tests.trainer import toys

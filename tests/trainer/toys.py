@@ -12,14 +12,12 @@ from lion.layers.optim_factors import OptimFactors
 from lion.samples import base as data
 from lion.tasks.base import Outcome, Sums, Task
 from lion.tasks.metrics import Mean, MetricOfMeans, MetricOfPass, MetricOfRows
-from lion.trainer.config import TrainerConfig
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
-from lion.trainer.optim import OptimConfig
-from lion.trainer.plan import make_plan
-from lion.trainer.run_data import RunData
+from lion.trainer.optim import OptimConfig, ScheduleConfig
+from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import Runtime, seed_everything
-from lion.trainer.schedule import ScheduleConfig
+from lion.trainer.state import RunData
 from tests.trainer.helpers import stopped_at
 
 

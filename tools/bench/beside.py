@@ -12,7 +12,7 @@ from lion.layers.mixers import SOFTMAX, Attention
 from lion.models.base import Model, ModelConfig
 from lion.runs import build_on_meta
 from lion.tasks.base import Task
-from lion.trainer.memory import tensor_peak
+from lion.trainer.diagnostics import tensor_peak
 from tools.compose import resolve
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from lion.config import ConfigError, nearest
 from lion.evaluation.timing import seconds
 from lion.trainer.compilation import time_products
-from lion.trainer.memory import process_peak
+from lion.trainer.diagnostics import process_peak
 from tools.bench import OUT
 from tools.bench import gpu as estimates
 from tools.bench.gpu import CASE, DEFAULT, FORMS, case, order

@@ -36,7 +36,7 @@ from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import find_run, read_run
 from lion.tasks import Task
-from lion.trainer.memory import tensor_peak
+from lion.trainer.diagnostics import tensor_peak
 from tools.bench import OUT
 from tools.bench.collect import collect
 from tools.bench.report import by_length

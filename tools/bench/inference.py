@@ -40,7 +40,7 @@ from lion.runs import LoadedRun, build_on_meta, open_run
 from lion.samples.base import Batch
 from lion.tasks.base import Task
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.memory import tensor_peak
+from lion.trainer.diagnostics import tensor_peak
 from lion.trainer.runtime import seed_everything
 from tools.bench import OUT
 from tools.bench.beside import mixer_peak, softmax_beside

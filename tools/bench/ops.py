@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
-from lion.trainer.memory import process_peak
+from lion.trainer.diagnostics import process_peak
 from tools.bench import OUT, lengths
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator

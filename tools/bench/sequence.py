@@ -29,7 +29,7 @@ from lion.files import save_text
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
-from lion.trainer.memory import tensor_peak
+from lion.trainer.diagnostics import tensor_peak
 from tools.bench import OUT
 from tools.cli import Parser, count, say, table
 from tools.gpu.targets import TARGETS

@@ -39,9 +39,9 @@ from lion.runs import build_on_meta, count_parameters
 from lion.samples.base import Batch, Splits
 from lion.tasks import Task
 from lion.trainer.compilation import compile_blocks
+from lion.trainer.diagnostics import process_peak
 from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
-from lion.trainer.memory import process_peak
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import MATMUL, Runtime
 from tools.bench import OUT
