@@ -151,12 +151,12 @@ def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:
         raise ValueError("undecayed_erase: only the delta rule erases, pass beta, erase or read")
     if gates.prefix is not None:
         check_floats("prefix", gates.prefix, vectors)
-        check_prefix(gates, settings)
+        check_prefix(gates, gates.prefix, settings)
 
 
-def check_prefix(gates: Gates, settings: Settings) -> None:
+def check_prefix(gates: Gates, prefix: Tensor, settings: Settings) -> None:
     """Check that prefix sums can be combined with the other gates and with the settings."""
-    if gates.log_decay is None or gates.log_decay.shape != gates.prefix.shape:
+    if gates.log_decay is None or gates.log_decay.shape != prefix.shape:
         raise ValueError("prefix: expected the sums of a log_decay of the same shape")
     if settings.direction == "both":
         raise ValueError("prefix: cannot be combined with direction='both'")
@@ -208,11 +208,6 @@ def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
     if log_decay.dim() == 3:
         return log_decay[..., None]
     return log_decay
-
-
-def no_decay(q: Tensor) -> Tensor:
-    """Return log decays of 0 (1, 1, L, 1) for queries (B, H, L, D)."""
-    return q.new_zeros((), dtype=torch.promote_types(q.dtype, torch.float32)).expand(1, 1, q.shape[2], 1)
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, no_decay, take_gates
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.forms import prepare
 from lion.ops.full import own_sums, weighted_sum
@@ -71,7 +71,7 @@ def blockwise_attention(
 def block_sums(tokens: Tokens, settings: Settings) -> Sums:
     """Compute the sums over keys (B, H, L, ..) under one decay for all key dimensions."""
     tokens = tokens.masked()
-    log_decay = no_decay(tokens.q) if tokens.log_decay is None else tokens.log_decay
+    log_decay = tokens.decays()
     directions = make_directions(log_decay, settings.decay_convention, settings.direction)
 
     def block(start: int) -> Sums:
@@ -80,12 +80,15 @@ def block_sums(tokens: Tokens, settings: Settings) -> Sums:
         mask = decay_mask(directions, tokens.segment, tokens.bonus is None, keys=keys).squeeze(-1)  # (b, H, L, C)
         return weighted_sum(scores * mask, tokens.v[:, :, keys], settings)
 
-    sums = None
-    again = torch.is_grad_enabled() and not transforms_active()
-    for start in range(0, tokens.q.shape[2], settings.chunk_size):
-        # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
-        more = checkpoint(block, start, use_reentrant=False) if again else block(start)
-        sums = more if sums is None else sums.plus(more)
+    def run(start: int) -> Sums:
+        if torch.is_grad_enabled() and not transforms_active():
+            # recomputed in the backward pass: if stored, the blocks would add up to the L x L matrix
+            return checkpoint(block, start, use_reentrant=False)
+        return block(start)
+
+    sums = run(0)
+    for start in range(settings.chunk_size, tokens.q.shape[2], settings.chunk_size):
+        sums = sums.plus(run(start))
     if tokens.bonus is None:
         return sums
-    return sums.plus(own_sums(tokens, settings)).rounded(tokens.v.dtype)
+    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import no_decay, round_up
+from lion.ops.arguments import round_up
 from lion.ops.decay import Direction, bounded, decay_mask, make_directions
 from lion.ops.full import decayed_scores, own_sums, weighted_sum
 from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting, is_static
 from lion.ops.settings import Settings
-from lion.ops.tokens import EnteringState, State, Sums, Tokens, pad_segments
+from lion.ops.tokens import EnteringState, State, Sums, Tokens, padded_segments
 from lion.ops.vector import ChunkScan, vector_scans, vector_sums
 from lion.ops.vector_scores import halving_padding
 
@@ -41,12 +41,11 @@ def chunk_sums(
     """
     tokens = tokens.masked()
     length = tokens.q.shape[2]
-    if tokens.log_decay is None:
-        tokens = tokens._replace(log_decay=no_decay(tokens.q))
     size, count = chunk_grid(length, settings.chunk_size)
     if tokens.vector:
         size += halving_padding(size)
-    chunks = tokens._replace(log_decay=bounded(tokens.log_decay)).in_chunks(size, count)
+    chunks = tokens._replace(log_decay=bounded(tokens.decays())).in_chunks(size, count)
+    log_decay = chunks.decays()
     passing = count > 1 or len(entering) > 0
     scans: list[ChunkScan] = []
     if tokens.vector:
@@ -54,7 +53,7 @@ def chunk_sums(
         if passing:
             scans = vector_scans(chunks, settings)
     else:
-        directions = make_directions(chunks.log_decay, settings.decay_convention, settings.direction)
+        directions = make_directions(log_decay, settings.decay_convention, settings.direction)
         include_diagonal = tokens.bonus is None
         scores = decayed_scores(chunks.q, chunks.k, directions, chunks.segment, include_diagonal)
         sums = weighted_sum(scores, chunks.v, settings)
@@ -62,14 +61,15 @@ def chunk_sums(
             scans = [scalar_scan(chunks, direction) for direction in directions]
     decays: list[tuple[Direction, ...]] = []
     if passing:
-        decays = level_decays(chunks.log_decay.sum(-2), settings.direction)
-    leaving = []
+        decays = level_decays(log_decay.sum(-2), settings.direction)
+    leaving: list[State] = []
     for place, scan in enumerate(scans):
         state = entering[place] if entering else None
         own_decays = [directions[place] for directions in decays]
         outside, left = between_chunks(scan, own_decays, chunks, settings, state)
         sums = sums.plus(outside)
-        leaving.append(left)
+        if left is not None:
+            leaving.append(left)
         del outside  # free this memory before the next direction
     numerator = sums.numerator.to(tokens.v.dtype).flatten(2, 3)[:, :, :length]
     row_sum = sums.row_sum
@@ -77,7 +77,7 @@ def chunk_sums(
         row_sum = row_sum.flatten(2, 3)[..., :length]
     sums = Sums(numerator, row_sum)
     if tokens.bonus is not None:
-        sums = sums.plus(own_sums(tokens, settings)).rounded(tokens.v.dtype)
+        sums = sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)
     return sums, leaving
 
 
@@ -107,7 +107,7 @@ def borders_of(segment: Tensor | None, reverse: bool, entering: EnteringState | 
     if reverse:
         first, last = last, first
     outer = first[:, -1:] if reverse else first[:, :1]
-    if entering is not None:
+    if entering is not None and entering.segment is not None:
         outer = entering.segment[:, None]
     if reverse:
         return Borders(torch.cat([last[:, 1:], outer], 1), last)
@@ -126,7 +126,7 @@ def between_chunks(
     borders = borders_of(segment, scan.reverse, entering)
     write = scan.k * scan.to_end  # 2. states
     from_start = scan.from_start
-    if borders is not None:
+    if segment is not None and borders is not None:
         segment = segment[:, None, ..., None]  # (B, 1, N, C, 1)
         write = write.masked_fill(segment != borders.leaving[:, None, :, None, None], 0)
         from_start = from_start.masked_fill(segment != borders.entering[:, None, :, None, None], 0)
@@ -148,7 +148,7 @@ def between_chunks(
     else:
         read = scan.q * from_start
         numerator = read.to(v.dtype) @ S
-    if not settings.row_sums:
+    if z is None or not settings.row_sums:
         return Sums(numerator, None), left
     row_sum = (read * z.mT).sum(-1)
     if from_start.shape[-1] == 1:
@@ -281,8 +281,10 @@ def grouped(borders: Borders, direction: Direction) -> tuple[Borders, Borders]:
     """Return the borders (B, n, G) of the chunks of each group, and the borders (B, n) of the groups."""
     groups, size = direction.key.shape[-3:-1]
     padding = groups * size - borders.leaving.shape[1]
-    entering = pad_segments(borders.entering, padding).unflatten(1, (groups, size))
-    leaving = pad_segments(borders.leaving, padding).unflatten(1, (groups, size))
+    entering, leaving = borders.entering, borders.leaving
+    if padding:
+        entering, leaving = padded_segments(entering, padding), padded_segments(leaving, padding)
+    entering, leaving = entering.unflatten(1, (groups, size)), leaving.unflatten(1, (groups, size))
     first, last = (-1, 0) if direction.reverse else (0, -1)
     return Borders(entering, leaving), Borders(entering[..., first], leaving[..., last])
 

@@ -245,7 +245,7 @@ def log_where(log_decay: Tensor, *masks: Tensor | None, factors: int = 1) -> Ten
     """
     least = least_log_decay(log_decay.dtype, factors)
     if reuses_memory():
-        F.threshold_(log_decay, least, -torch.inf)
+        F.threshold(log_decay, least, -torch.inf, inplace=True)
     else:
         log_decay = log_decay + torch.where(log_decay.detach() <= least, -torch.inf, 0.0)  # stores no mask for backward
     for mask in masks:

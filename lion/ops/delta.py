@@ -59,9 +59,7 @@ def with_delta(tokens: Tokens, gates: Gates) -> Tokens:
 
 def delta_sums(tokens: Tokens, settings: Settings, form: str, part: Part | None = None) -> Sums:
     """Compute the outputs (B, H, L, E) in full or in chunks, without row sums; the tokens may be a `part` of rows."""
-    size = settings.chunk_size
-    if form == "full":
-        size = None
+    size = None if form == "full" else settings.chunk_size
     if part is None:
         y = delta_chunks(tokens, settings, size)
     else:
@@ -102,7 +100,7 @@ def delta_chunks(tokens: Tokens, settings: Settings, size: int | None) -> Tensor
     """
     scans = chunk_scans(tokens, settings, size, tokens.v.dtype)
     if scans.segment is not None:
-        scans = in_segments(scans, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
+        scans = in_segments(scans, scans.segment, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
     written = values_along_w(scans)
     if len(scans.q) == 1:
         outputs = chunk_outputs(scans, None, new_values(scans, written.right), written.y)
@@ -117,7 +115,7 @@ def delta_prefill(tokens: Tokens, settings: Settings) -> tuple[Tensor, State]:
     empty = initial_state(tokens.k, tokens.v)
     scans = chunk_scans(tokens, settings, settings.chunk_size, empty.S.dtype)
     if scans.segment is not None:
-        scans = in_segments(scans, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
+        scans = in_segments(scans, scans.segment, shifted_segments(scans.segment, scans.segment[:1, :, 0]))
     written = values_along_w(scans)
     S, new = states_of(scans, written)
     outputs = chunk_outputs(scans, S[:-1], new, written.y)
@@ -131,7 +129,7 @@ def delta_chunks_of_part(tokens: Tokens, settings: Settings, size: int | None, p
     scans = chunk_scans(tokens, settings, size, wide)
     if scans.segment is not None:
         outer = entering_segments(part, scans.segment[0, :, 0], settings.direction)
-        scans = in_segments(scans, shifted_segments(scans.segment, outer))
+        scans = in_segments(scans, scans.segment, shifted_segments(scans.segment, outer))
     written = values_along_w(scans)
     S, new = part_states(scans, written, part, settings.direction)
     outputs = chunk_outputs(scans, S[:-1], new, written.y)
@@ -143,8 +141,8 @@ def delta_advance(tokens: Tokens, settings: Settings, state: EnteringState) -> t
     last = leaving_segment(tokens, settings)
     chunk = tokens.masked().to(state.S.dtype).in_chunks(tokens.q.shape[2], 1)
     scans = in_scan_order(pair_products(chunk, settings), settings.direction, state.S.dtype)
-    if scans.segment is not None:
-        scans = in_segments(scans, state.segment[None])
+    if scans.segment is not None and state.segment is not None:
+        scans = in_segments(scans, scans.segment, state.segment[None])
     written = values_along_w(scans)
     new = new_values(scans, written.right - scans.read @ state.S)
     S = scans.kept * state.S + scans.erase.mT @ new
@@ -195,18 +193,13 @@ class PairProducts(NamedTuple):
 
 def pair_products(tokens: Tokens, settings: Settings) -> PairProducts:
     """Compute the products of all pairs of tokens inside chunks (B, H, .., C, D)."""
-    if tokens.log_decay is None:
-        log_decay = tokens.k.new_zeros(()).expand(1, 1, *tokens.k.shape[2:-1], 1)
-    else:
-        log_decay = bounded(tokens.log_decay)
+    log_decay = bounded(tokens.decays())
     tokens = tokens._replace(log_decay=log_decay)
     lam = lambdas(log_decay)
     read = tokens.k if tokens.read is None else tokens.read
     write = write_vectors(tokens)
-    if tokens.erase is None:
-        erase, targets, write = write, [write], None
-    else:
-        erase, targets = tokens.erase, [tokens.erase, write]
+    erase = write if tokens.erase is None else tokens.erase
+    targets = [write] if tokens.erase is None else [erase, write]
     # in this order, Inductor computes the decayed vectors where they are read, and does not store them
     q = lam * tokens.q
     decayed_read = read if settings.undecayed_erase else lam * read
@@ -216,12 +209,12 @@ def pair_products(tokens: Tokens, settings: Settings) -> PairProducts:
         q=q,
         read=decayed_read,
         erase=erase,
-        write=write,
+        write=None if tokens.erase is None else write,
         v=tokens.v,
         read_erase=of_read[0],
-        read_write=None if write is None else of_read[1],
+        read_write=None if tokens.erase is None else of_read[1],
         score_erase=of_q[0],
-        score_write=None if write is None else of_q[1],
+        score_write=None if tokens.erase is None else of_q[1],
         before=exp_where(exclusive_sum(log_decay), factors=FACTORS),
         after=exp_where(exclusive_sum(log_decay.flip(-2)).flip(-2), factors=FACTORS),
         kept=exp_where(log_decay.sum(-2))[..., None],
@@ -250,7 +243,7 @@ def scalar_pairs(
 
 def pair_mask(tokens: Tokens, decay_convention: str, settings: Settings) -> Tensor:
     """Return the decays (b, H, .., C, 1, C) of all pairs of tokens in chunks."""
-    directions = make_directions(tokens.log_decay, decay_convention, settings.direction)
+    directions = make_directions(tokens.decays(), decay_convention, settings.direction)
     return decay_mask(directions, tokens.segment).squeeze(-1)[..., None, :]
 
 
@@ -258,13 +251,13 @@ def vector_pairs(
     tokens: Tokens, read: Tensor, targets: list[Tensor], settings: Settings
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Compute the products of r, and of q, with each of the targets, under a decay for each key dimension."""
-    lam = lambdas(tokens.log_decay)
+    lam = lambdas(tokens.decays())
     target = torch.stack(targets)
     decayed_read = read if settings.undecayed_erase else lam * read
     readers = torch.stack([decayed_read, lam * tokens.q])[:, None]
     readers, columns = torch.broadcast_tensors(readers, target)
     between = replace(settings, decay_convention="between")
-    of_read, of_q = vector_scores(readers, columns, tokens.log_decay, tokens.segment, between, False)
+    of_read, of_q = vector_scores(readers, columns, tokens.decays(), tokens.segment, between, False)
     same = torch.eye(of_q.shape[-1], dtype=torch.bool, device=of_q.device)
     of_q = torch.where(same, (tokens.q * target).sum(-1, keepdim=True), of_q)
     return of_read.unbind(), of_q.unbind()
@@ -345,12 +338,12 @@ def merged(y: Tensor, direction: str) -> Tensor:
     return y.movedim(0, 2).flatten(2, 3)
 
 
-def in_segments(scans: Scan, entering: Tensor) -> Scan:
+def in_segments(scans: Scan, segment: Tensor, entering: Tensor) -> Scan:
     """Return the chunks, where tokens read their own segment only, and only the last segment is passed on.
 
-    `entering` (N, b) numbers the segments of the states that enter.
+    `segment` (N, b, C) numbers the segments of the tokens, `entering` (N, b) those of the states that enter.
     """
-    segment = scans.segment[..., None, :]  # (N, b, 1, C)
+    segment = segment[..., None, :]  # (N, b, 1, C)
     first = (segment == entering[..., None, None])[..., None]  # (N, b, 1, C, 1)
     final = (segment == segment[..., -1, None])[..., None]
     return scans._replace(
@@ -369,9 +362,12 @@ def shifted_segments(segment: Tensor, outer: Tensor) -> Tensor:
 
 def entering_segments(part: Part, first: Tensor, direction: str) -> Tensor:
     """Return the segments (1, b) of the states that enter a part; `first` (b,) are those of its first tokens."""
-    if part.first is None:
-        return first[None]
-    segments = [part.entering_segment(name == "backward") for name in scan_directions(direction)]
+    segments = []
+    for name in scan_directions(direction):
+        segment = part.entering_segment(name == "backward")
+        if segment is None:
+            return first[None]
+        segments.append(segment)
     return torch.cat(segments)[None]
 
 
@@ -442,7 +438,7 @@ class Written(NamedTuple):
 
 def values_along_w(scans: Scan) -> Written:
     """Return what the tokens of chunks write along w."""
-    if scans.write is None:
+    if scans.write is None or scans.read_write is None or scans.score_write is None:
         return Written(scans.v, None, None)
     return Written(
         right=-(scans.read_write.tril(-1) @ scans.v),

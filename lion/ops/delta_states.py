@@ -86,7 +86,7 @@ class _States(torch.autograd.Function):
             of_erase = values @ after.mT
             of_lower = -(of_right @ values.mT).tril(-1).to(kept.dtype)
             of_kept = (after.to(kept.dtype) * before).sum_to_size(kept.shape)
-        of_lower, of_read, of_right, of_erase, of_kept, of_write = once(
+        of_lower, of_read, of_right, of_erase, of_kept, after = once(
             "the delta rule in chunks",
             (of_lower, of_read, of_right, of_erase, of_kept, after),
             T,
@@ -98,8 +98,7 @@ class _States(torch.autograd.Function):
             of_states,
             of_values,
         )
-        if not ctx.writes:
-            of_write = None
+        of_write = after if ctx.writes else None
         return of_lower, None, of_read, of_right, of_erase, of_kept, of_write, None
 
 

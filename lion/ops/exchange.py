@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
     group: str
     rank: int
-    count: int
+    count: int  # type: ignore[assignment]  # also a method of tuples
     first: Tensor | None = None
     last: Tensor | None = None
     length: int | None = None
@@ -93,7 +93,7 @@ class Part(NamedTuple):
 
         At the end of the rows, where no state enters, the segment has no meaning.
         """
-        if self.first is None:
+        if self.first is None or self.last is None:
             return None
         return self.first[:, (self.rank + 1) % self.count] if reverse else self.last[:, self.rank - 1]
 
@@ -105,10 +105,10 @@ class Part(NamedTuple):
         """
         place = torch.arange(self.count, device=device)[:, None]
         before, after = place < self.rank, place > self.rank
-        if self.first is None:
+        if self.first is None or self.last is None:
             return before, after
-        earlier = before & (self.last == self.first[:, self.rank, None]).mT
-        return earlier, after & (self.first == self.last[:, self.rank, None]).mT
+        earlier = before & self.last.eq(self.first[:, self.rank, None]).mT
+        return earlier, after & self.first.eq(self.last[:, self.rank, None]).mT
 
     def start(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
         """Begin to gather tensors of one dtype, of the same shapes in all processes.

@@ -70,7 +70,7 @@ def prepare(
         rotated = rotate_tokens(tokens, gates.angles)
     if gates.prefix is not None and gates.prefix.requires_grad:
         q, k = gradients_to(gates.prefix, rotated.q, rotated.k, valid)
-        rotated = rotated._replace(q=q, k=k, log_decay=log_decay.detach())
+        rotated = rotated._replace(q=q, k=k, log_decay=rotated.decays().detach())
     if not settings.row_sums:
         return Scores(rotated, settings, path_of(rotated, settings, form)), None
     undivided = replace(settings, normalize="none")

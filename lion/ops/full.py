@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import no_decay, round_up
+from lion.ops.arguments import round_up
 from lion.ops.decay import Direction, exponential, log_decay_mask, make_directions
 from lion.ops.inductor import decayed, hinting, inner_products, outer_sum
 from lion.ops.modes import is_static, reuses_memory
@@ -30,13 +30,12 @@ def full_sums(tokens: Tokens, settings: Settings) -> Sums:
     if tokens.log_decay is None and tokens.bonus is None:
         weights = undecayed_scores(q, k, segment, settings.direction)
         return weighted_sum(weights, v, settings)
-    log_decay = no_decay(q) if tokens.log_decay is None else tokens.log_decay
-    directions = make_directions(pad(log_decay, padding), settings.decay_convention, settings.direction, q.dtype)
+    directions = make_directions(pad(tokens.decays(), padding), settings.decay_convention, settings.direction, q.dtype)
     weights = decayed_scores(q, k, directions, segment, include_diagonal=tokens.bonus is None)
     sums = weighted_sum(weights, v, settings)
     if tokens.bonus is None:
         return sums
-    return sums.plus(own_sums(tokens, settings)).rounded(v.dtype)
+    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(v.dtype)
 
 
 def decayed_scores(
@@ -79,10 +78,9 @@ def weighted_sum(scores: Tensor, v: Tensor, settings: Settings) -> Sums:
     return Sums(scores.to(v.dtype) @ v, row_sum)
 
 
-def own_sums(tokens: Tokens, settings: Settings) -> Sums:
-    """Compute what each token reads from its own key, whose weight is `bonus`."""
-    q = tokens.q.to(tokens.bonus.dtype)
-    weight = (q * tokens.k * tokens.bonus).sum(-1)  # (B, H, L)
+def own_sums(tokens: Tokens, bonus: Tensor, settings: Settings) -> Sums:
+    """Compute what each token reads from its own key, whose weight is `bonus` (H or 1, 1, D or 1)."""
+    weight = (tokens.q.to(bonus.dtype) * tokens.k * bonus).sum(-1)  # (B, H, L)
     row_sum = weight if settings.row_sums else None
     if settings.dropout_p:
         weight = F.dropout(weight, settings.dropout_p)

@@ -56,12 +56,10 @@ def one_scan_sums(tokens: Tokens, settings: Settings, compiler: Callable) -> Sum
 
 def one_sequence(tokens: Tokens, out: Tensor, start: int, end: int, size: int, compiler: Callable) -> None:
     """Write the outputs of the tokens from `start` to `end`, one sequence in each row, into `out` (B, H, L, E)."""
-    state = None
+    state = initial_state(tokens)
     for place in range(start, end, size):
         count = min(size, end - place)
         piece = tokens.slice(place, count)
-        if state is None:
-            state = initial_state(piece)
         one = compiler(advance) if count == size else advance
         state = one(state, piece)
         del piece  # free this memory before the next piece

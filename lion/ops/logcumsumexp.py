@@ -87,8 +87,8 @@ def running(x: Tensor, index: Tensor | None) -> Tensor:
         if y is None:
             y = here
         else:
-            if index is not None:
-                y = y.masked_fill(index[..., i, :] != before, none)
+            if index is not None and before is not None:
+                y = y.masked_fill(index[..., i, :].ne(before), none)
             y = log_add(y, here)
         if index is not None:
             before = index[..., i, :]
@@ -123,10 +123,10 @@ def from_right(g: Tensor, y: Tensor, index: Tensor | None) -> Tensor:
     out = []
     for i in reversed(range(y.shape[3])):
         here = g[..., i, :]
-        if G is not None:
+        if G is not None and later is not None:
             carried = decayed(y[..., i, :], later) * G
-            if index is not None:
-                carried = carried.masked_fill(index[..., i, :] != after, 0)
+            if index is not None and after is not None:
+                carried = carried.masked_fill(index[..., i, :].ne(after), 0)
             here = here + carried
         G = here
         later = y[..., i, :]

@@ -21,7 +21,8 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-exporting._dynamo_marked_constant = True  # `torch.compiler.assume_constant_result`, which imports the compiler
+# as `torch.compiler.assume_constant_result`, which imports the compiler
+exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_static(size: int) -> bool:

@@ -104,7 +104,7 @@ def multi_scan_attention(
         return mean([normalized(sums, settings, dim) for sums in scans]).to(v.dtype)
     row_sum = None
     if settings.row_sums:
-        row_sum = mean([sums.row_sum for sums in scans])
+        row_sum = mean([sums.row_sum for sums in scans if sums.row_sum is not None])
     numerator = mean([sums.numerator for sums in scans])
     return normalized(Sums(numerator, row_sum), settings, dim).to(v.dtype)
 
@@ -146,7 +146,7 @@ def mean_mask_sums(
         v = pad(tokens.v, padding)
         masks = []
         for log_decay, order in zip(log_decays, orders):
-            decays = mask_tokens(expand_decay(log_decay, tokens.q), valid)
+            decays = mask_tokens(tokens._replace(log_decay=expand_decay(log_decay, tokens.q)).decays(), valid)
             masks.append(scan_mask(decays, order, padding, settings))
         scores = inner_products(tokens.q, k).to(masks[0].dtype)
         return weighted_sum(scores * mean(masks), v, settings)

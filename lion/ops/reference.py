@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import expand_decay, no_decay
+from lion.ops.arguments import expand_decay
 
 
 def reference_attention(
@@ -40,12 +40,18 @@ def reference_attention(
     batch, heads, length, dim = q.shape
     if scale is None:
         scale = dim**-0.5
-    log_decay = no_decay(q) if log_decay is None else expand_decay(log_decay, q)
-    log_decay = torch.where(log_decay > 0, 0.0, log_decay).to(q.dtype).expand(batch, heads, length, dim)
+    expanded = expand_decay(log_decay, q)
+    decays = q.new_zeros(q.shape)
+    if expanded is not None:
+        decays = torch.where(expanded > 0, 0.0, expanded).to(q.dtype).expand(batch, heads, length, dim)
     own = q.new_ones(heads, dim)
     if bonus is not None:
         own = bonus.reshape(heads, -1).expand(heads, dim)
-    turned_q, turned_k, erase, read = (turn(x, angles) for x in (q, k, erase, read))
+    turned_q, turned_k = turn(q, angles), turn(k, angles)
+    if erase is not None:
+        erase = turn(erase, angles)
+    if read is not None:
+        read = turn(read, angles)
     delta = beta is not None or erase is not None or read is not None
     ones = v.new_ones(batch, heads, length, 1)
 
@@ -53,12 +59,14 @@ def reference_attention(
     for b in range(batch):
         for tokens in sequences(b, length, valid, segments):
 
-            def cut(x: Tensor | None, b=b, tokens=tokens) -> Tensor | None:
-                return None if x is None else x[b][:, tokens]
+            def cut(x: Tensor, b=b, tokens=tokens) -> Tensor:
+                return x[b][:, tokens]
 
-            a = cut(log_decay)
+            a = cut(decays)
             if delta:
-                w = cut(turned_k) if beta is None else cut(beta)[..., None] * cut(turned_k)
+                w = cut(turned_k)
+                if beta is not None:
+                    w = cut(beta)[..., None] * w
                 e = w if erase is None else cut(erase)
                 r = cut(turned_k) if read is None else cut(read)
                 out = scale * delta_rule(cut(turned_q), cut(v), a, w, e, r, direction, undecayed_erase)
@@ -125,9 +133,9 @@ def sequences(b: int, length: int, valid: Tensor | None, segments: Tensor | None
     return list(found.values())
 
 
-def turn(x: Tensor | None, angles: Tensor | None) -> Tensor | None:
+def turn(x: Tensor, angles: Tensor | None) -> Tensor:
     """Multiply pairs (p, p + D/2), as complex numbers, by `exp(i angle)`."""
-    if x is None or angles is None:
+    if angles is None:
         return x
     real, imaginary = x.chunk(2, -1)
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
@@ -150,7 +158,7 @@ def scan_all(
     """Compute the numerator (H, n, E) of one sequence; q, k, log_decay (H, n, D), v (H, n, E), bonus (H, D)."""
     n = q.shape[1]
     lam = log_decay.exp()
-    numerator = 0
+    numerator = torch.zeros_like(v)
     counted = 0  # how often each token's own key is included
     for name, order in orders(direction, n).items():
         decays = lam
@@ -195,7 +203,7 @@ def delta_rule(
     """Compute `S = (I - e r^T) Diag(lambda) S + w v^T` and `y = q S`, with `(q . w) v` counted once."""
     n = q.shape[1]
     lam = log_decay.exp()
-    total = 0
+    total = torch.zeros_like(v)
     for order in orders(direction, n).values():
         S = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
         y = {}

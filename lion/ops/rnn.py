@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import no_decay, sum_dtype
+from lion.ops.arguments import sum_dtype
 from lion.ops.decay import Direction, bounded, exp_where, includes_query_decay, make_directions, scan_directions
 from lion.ops.full import decayed_scores, own_sums, weighted_sum
 from lion.ops.settings import Settings
@@ -98,7 +98,7 @@ def advance(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[S
     direction = direction_of(tokens, settings)
     sums = sums_among(tokens, settings, direction)
     from_start = direction.from_start()
-    if tokens.segment is not None:
+    if tokens.segment is not None and state.segment is not None:
         other = tokens.segment != state.segment[:, None]
         from_start = from_start.masked_fill(other[:, None, :, None], 0)
     read = from_start * tokens.q  # (B, H, C, D)
@@ -111,22 +111,22 @@ def advance(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[S
 def sums_among(tokens: Tokens, settings: Settings, direction: Direction) -> Sums:
     """Compute the sums over the keys of these tokens alone (B, H, C, ..), in one direction."""
     q, k, segment = tokens.q, tokens.k, tokens.segment
-    include_diagonal = tokens.bonus is None
+    bonus = tokens.bonus
     if tokens.vector:
-        scores = vector_scores(q, k, tokens.log_decay, segment, settings, include_diagonal)
+        scores = vector_scores(q, k, tokens.decays(), segment, settings, bonus is None)
     else:
-        scores = decayed_scores(q, k, (direction,), segment, include_diagonal)
+        scores = decayed_scores(q, k, (direction,), segment, bonus is None)
     sums = weighted_sum(scores, tokens.v, settings)
-    if include_diagonal:
+    if bonus is None:
         return sums
-    return sums.plus(own_sums(tokens, settings))
+    return sums.plus(own_sums(tokens, bonus, settings))
 
 
 def one_token(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:
     """Compute `advance` for one token: the recurrence itself."""
     q, k, v = tokens.q, tokens.k, tokens.v
     S, z = state.S, state.z
-    if tokens.segment is not None:
+    if tokens.segment is not None and state.segment is not None:
         other = tokens.segment != state.segment[:, None]  # (B, 1)
         S = S.masked_fill(other[:, None, :, None], 0)
         z = z.masked_fill(other[:, None], 0)
@@ -167,8 +167,8 @@ def next_state(tokens: Tokens, settings: Settings, state: EnteringState) -> Ente
 def after_tokens(tokens: Tokens, settings: Settings, direction: Direction, state: EnteringState) -> EnteringState:
     kept = direction.kept().mT  # (b, h, D or 1, 1)
     last = leaving_segment(tokens, settings)
-    if last is not None:
-        kept = kept.masked_fill((state.segment != last)[:, None, None, None], 0)
+    if last is not None and state.segment is not None:
+        kept = kept.masked_fill(state.segment.ne(last)[:, None, None, None], 0)
     written = written_state(tokens, direction)
     S = kept * state.S + written.S
     z = kept.squeeze(-1) * state.z + written.z
@@ -188,8 +188,7 @@ def written_state(tokens: Tokens, direction: Direction) -> State:
 
 def direction_of(tokens: Tokens, settings: Settings) -> Direction:
     """Return the cumulative decays of tokens in one direction."""
-    log_decay = no_decay(tokens.k) if tokens.log_decay is None else tokens.log_decay
-    return make_directions(log_decay, settings.decay_convention, settings.direction)[0]
+    return make_directions(tokens.decays(), settings.decay_convention, settings.direction)[0]
 
 
 def leaving_segment(tokens: Tokens, settings: Settings) -> Tensor | None:

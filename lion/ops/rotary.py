@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.tokens import Tokens, mask_tokens
+from lion.ops.tokens import Tokens, mask_tokens, optional
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -52,8 +52,19 @@ def rotate_each(angles: Tensor | None, valid: Tensor | None, *xs: Tensor | None)
 
 def rotate_tokens(tokens: Tokens, angles: Tensor) -> Tokens:
     """Return tokens with rotated queries, keys, and vectors of a delta rule."""
-    q, k, erase, read = rotate_each(angles, tokens.valid, tokens.q, tokens.k, tokens.erase, tokens.read)
-    return tokens._replace(q=q, k=k, erase=erase, read=read)
+    valid = tokens.valid
+    if angles.dim() == 4:
+        angles = mask_tokens(angles, valid)
+
+    def rotated(x: Tensor) -> Tensor:
+        return rotate(mask_tokens(x, valid), angles)
+
+    return tokens._replace(
+        q=rotated(tokens.q),
+        k=rotated(tokens.k),
+        erase=optional(rotated, tokens.erase),
+        read=optional(rotated, tokens.read),
+    )
 
 
 def rotary_angles(coords: Tensor, frequencies: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class SegmentIndex(NamedTuple):
         valid: Boolean (B, L), True for tokens and False for padding. None if all tokens are valid.
     """
 
-    index: Tensor | None
+    index: Tensor | None  # type: ignore[assignment]  # also a method of tuples
     valid: Tensor | None
 
     def part(self, start: int, length: int) -> SegmentIndex:
@@ -96,7 +96,7 @@ def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> Non
     _check((q.shape[0], q.shape[2]), valid, segments)
 
 
-def _check(shape: tuple[int, int], valid: Tensor | None, segments: Tensor | None) -> None:
+def _check(shape: tuple[int, ...], valid: Tensor | None, segments: Tensor | None) -> None:
     if valid is not None and not (torch.is_tensor(valid) and valid.shape == shape and valid.dtype == torch.bool):
         raise mismatch("valid", f"bool {tuple(shape)}", valid)
     if segments is not None:

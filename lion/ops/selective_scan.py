@@ -119,11 +119,11 @@ def piece_gradients(
         grad_dt.append(grad_u * x[:, :, t] + (grad_exponent * A[:, None]).sum(-1))
         grad_A = grad_A + grad_exponent * dt[:, :, t, :, None]
         grad_h = from_start(decays[t] * grad_h, start, t)
-    grad_x = torch.stack(grad_x[::-1], 2).to(x_dtype)
-    grad_dt = torch.stack(grad_dt[::-1], 2)
-    grad_B = channel_sums(grads[::-1], u).to(B_dtype)
-    grad_C = channel_sums(after, grad_y).to(C_dtype)
-    return (grad_x, grad_dt, grad_B, grad_C), grad_h, grad_A
+    of_x = torch.stack(grad_x[::-1], 2).to(x_dtype)
+    of_dt = torch.stack(grad_dt[::-1], 2)
+    of_B = channel_sums(grads[::-1], u).to(B_dtype)
+    of_C = channel_sums(after, grad_y).to(C_dtype)
+    return (of_x, of_dt, of_B, of_C), grad_h, grad_A
 
 
 def channel_sums(states: list[Tensor], values: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{more and f', {more}'}")
 
 
-def number(name: str, value: float, kind: type[Real], low: float, high: float = math.inf) -> None:
+def number(name: str, value: float, kind: type, low: float, high: float = math.inf) -> None:
     """Check that a value is a number of type `kind` from `low` to `high`.
 
     Raises:

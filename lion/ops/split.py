@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, no_decay, take_gates
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.chunk import mix
 from lion.ops.decay import Direction, bounded, decay_mask, make_directions
 from lion.ops.delta import delta_sums
@@ -116,13 +116,11 @@ def split_sums(scores: Scores, of_rows: Scores | None, part: Part) -> Sums:
     sets = [scores] if of_rows is None else [scores, of_rows]
     sets = [each._replace(tokens=each.tokens.masked()) for each in sets]
     directions = [directions_of(each) for each in sets]
-    leaving = []
+    leaving: list[Tensor] = []
     for each, several in zip(sets, directions):
         for direction in several:
             leaving.extend(leaving_state(each, direction))
-    log_decay = no_decay(scores.tokens.q)
-    if scores.tokens.log_decay is not None:
-        log_decay = sets[0].tokens.log_decay
+    log_decay = sets[0].tokens.decays()
     finish = part.start(bounded(log_decay).sum(-2, keepdim=True), *leaving)
     sums = [sums_of(each) for each in sets]
     log_decay, *gathered = finish()
@@ -140,8 +138,7 @@ def split_sums(scores: Scores, of_rows: Scores | None, part: Part) -> Sums:
 
 def directions_of(scores: Scores) -> tuple[Direction, ...]:
     tokens, settings = scores.tokens, scores.settings
-    log_decay = no_decay(tokens.q) if tokens.log_decay is None else tokens.log_decay
-    return make_directions(log_decay, settings.decay_convention, settings.direction)
+    return make_directions(tokens.decays(), settings.decay_convention, settings.direction)
 
 
 def leaving_state(scores: Scores, direction: Direction) -> State:
@@ -164,8 +161,8 @@ def read_entering(scores: Scores, direction: Direction, log_decay: Tensor, state
     segment = part.entering_segment(direction.reverse)
     weights = border_decays(log_decay, direction.reverse, segment, part)
     from_start = direction.from_start()
-    if segment is not None:
-        other = tokens.segment != segment[:, None]
+    if segment is not None and tokens.segment is not None:
+        other = tokens.segment.ne(segment[:, None])
         from_start = from_start.masked_fill(other[:, None, :, None], 0)
     q = from_start * tokens.q  # (B, H, L, D)
     S = mix(weights, states.S.movedim(0, 2)).squeeze(2)  # (B, H, D, E)
@@ -186,4 +183,6 @@ def border_decays(log_decay: Tensor, reverse: bool, segment: Tensor | None, part
     if segment is None:
         return mask
     left = part.first if reverse else part.last  # (B, P), segments of the states that leave
-    return mask.masked_fill((left != segment[:, None])[:, None, None, :, None], 0)
+    if left is None:
+        return mask
+    return mask.masked_fill(left.ne(segment[:, None])[:, None, None, :, None], 0)

@@ -97,14 +97,15 @@ def log_sum_outside(k: Tensor, segments: SegmentIndex | None, part: Part, revers
 def entering(tokens: Tokens, part: Part) -> tuple[RunningSoftmax, RunningSoftmax]:
     """Return the sums of earlier parts in the sequence of the first token, and of later parts in that of the last."""
     before, after = part.outside(tokens.q.device)
-    if tokens.segment is None:
-        every = RunningSoftmax(*part.gather(*own_sums(tokens, tokens.valid)))
-        return added(every, before), added(every, after)
     first, last = border_sequences(tokens.segment)
+    if first is None or last is None or tokens.valid is None:
+        m, s, S = part.gather(*own_sums(tokens, tokens.valid))
+        every = RunningSoftmax(m, s, S)
+        return added(every, before), added(every, after)
     starts = own_sums(tokens, tokens.valid & first)
     stops = own_sums(tokens, tokens.valid & last)
-    every = part.gather(*starts, *stops)
-    return added(RunningSoftmax(*every[3:]), before), added(RunningSoftmax(*every[:3]), after)
+    m, s, S, last_m, last_s, last_S = part.gather(*starts, *stops)
+    return added(RunningSoftmax(last_m, last_s, last_S), before), added(RunningSoftmax(m, s, S), after)
 
 
 def own_sums(tokens: Tokens, valid: Tensor | None) -> RunningSoftmax:

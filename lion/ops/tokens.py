@@ -50,7 +50,7 @@ class Sums(NamedTuple):
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the keys of both."""
         row_sum = None
-        if self.row_sum is not None:
+        if self.row_sum is not None and other.row_sum is not None:
             row_sum = self.row_sum + other.row_sum
         return Sums(self.numerator + other.numerator, row_sum)
 
@@ -92,6 +92,13 @@ class Tokens(NamedTuple):
     def delta(self) -> bool:
         """Return whether these are tokens of the delta rule."""
         return self.beta is not None or self.erase is not None or self.read is not None
+
+    def decays(self) -> Tensor:
+        """Return the log decays (b, h, .., L, D or 1), 0 if nothing decays; float32 or wider."""
+        if self.log_decay is not None:
+            return self.log_decay
+        zero = self.k.new_zeros((), dtype=torch.promote_types(self.k.dtype, torch.float32))
+        return zero.expand(1, 1, *self.k.shape[2:-1], 1)
 
     @property
     def vector(self) -> bool:
@@ -186,6 +193,10 @@ def pad_segments(segment: Tensor | None, padding: int) -> Tensor | None:
     """Extend segment numbers (B, L) by `padding` tokens, which belong to the last segment."""
     if segment is None or not padding:
         return segment
+    return padded_segments(segment, padding)
+
+
+def padded_segments(segment: Tensor, padding: int) -> Tensor:
     length = segment.shape[1]
     known = torch.arange(length + padding, device=segment.device) < length  # `expand` would add a guard on size 1
     return torch.where(known, F.pad(segment, (0, padding)), segment[:, -1:])

@@ -26,12 +26,12 @@ def full_vector_sums(tokens: Tokens, settings: Settings) -> Sums:
     sums = Sums(sums.numerator[:, :, :length], row_sum)
     if tokens.bonus is None:
         return sums
-    return sums.plus(own_sums(tokens, settings)).rounded(tokens.v.dtype)
+    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)
 
 
 def vector_sums(tokens: Tokens, settings: Settings) -> Sums:
     """Compute the sums over all keys of rows or chunks (B, H, .., L, D); without its own key, if that has a bonus."""
-    q, k, v, log_decay, segment = tokens.q, tokens.k, tokens.v, tokens.log_decay, tokens.segment
+    q, k, v, log_decay, segment = tokens.q, tokens.k, tokens.v, tokens.decays(), tokens.segment
     include_diagonal = tokens.bonus is None
     if settings.row_sums and not v.shape[-1]:
         return Sums(v, vector_row_sums(q, k, log_decay, segment, settings, include_diagonal))
@@ -57,7 +57,7 @@ class ChunkScan(NamedTuple):
 
 def vector_scans(chunks: Tokens, settings: Settings) -> list[ChunkScan]:
     """Return the scans of all directions over chunks (B, H, N, C, D); q and k are multiplied by their own decays."""
-    log_decay = chunks.log_decay
+    log_decay = chunks.decays()
     from_left = exp_where(exclusive_sum(log_decay), factors=FACTORS)
     to_right = exp_where(exclusive_sum(log_decay.flip(-2)).flip(-2), factors=FACTORS)
     sides = sides_of(chunks.q, chunks.k, lambdas(log_decay), settings.decay_convention, settings.direction)

@@ -204,7 +204,7 @@ class Products(Pairs):
     def distances(self) -> Iterator[tuple[int, Tensor | float]]:
         """Yield every distance in a block, and the decays between each token and the token that far before it."""
         lam = blocks(self.lam, self.size)
-        E = 1.0
+        E: Tensor | float = 1.0
         for distance in range(1, self.size):
             if distance > 1:
                 E = flush_denormals(E * shift_later(lam, distance - 1))
@@ -254,7 +254,8 @@ class Sums(Pairs):
         i = places(self.size, diagonal.device)
         columns = []
         for j in range(self.size):
-            later = earlier = 0.0
+            later: Tensor | float = 0.0
+            earlier: Tensor | float = 0.0
             if "forward" in sides:
                 later = sides["forward"].late * token(sides["forward"].early, j)
             if "backward" in sides:
@@ -278,7 +279,7 @@ class Sums(Pairs):
 
     def weighted(self, weights: Tensor, x: Tensor) -> Tensor:
         """Return the sums over tokens x (.., M, S, D) under weights (.., M, S, S) and decays, for each token."""
-        total = 0
+        total = torch.zeros_like(x)
         for j in range(self.size):
             total = total + weights[..., j, None] * token(x, j) * self.between(j, again=True)
         return total.flatten(-3, -2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lion.config import nearest
 from lion.layers.layout import PLAIN
 from lion.layers.mixers import LINEAR, MIXERS
-from lion.layers.mixers.attention import Inputs
+from lion.layers.mixers.attention import Inputs, Windows
 from lion.layers.mixers.linear import LionAttention as Layer
 from lion.ops.modes import holds
 from lion.timm.grid import Grid, Placed, copy_own
@@ -104,9 +104,9 @@ class TimmAttention(Layer):
             layout = layout.masked(x, keys_of(attn_mask, x))
         return self.proj_drop(super().forward(x, layout))
 
-    def read(self, *args: Any) -> tuple[Inputs, list[Any]]:
-        inputs, tails = super().read(*args)
-        return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k)), tails
+    def read(self, x: Tensor, windows: Windows) -> Inputs:
+        inputs = super().read(x, windows)
+        return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k))
 
     def causally(self, x: Tensor, attn_mask: Tensor | Placed | None) -> Tensor:
         """Mix tokens x (B, L, dim) in direction "forward", with the same parameters.

@@ -239,7 +239,7 @@ def test_angles_of_a_decay_and_a_rotation_add_up():
     x = doubles(1, 4, 12)
     plain, both = (turning(**settings) for settings in ({}, {"rotation": "rope"}))
     heads = plain.heads(x)
-    angles = [layer.arguments(x, *heads, Layout())["gates"].angles for layer in (plain, both)]
+    angles = [layer.operands(x, *heads, Layout()).gates.angles for layer in (plain, both)]
     close(angles[1], angles[0] + both.rotation(x, Layout()))
 
 

@@ -105,10 +105,9 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
     for name in ("linear_attention", "prefill"):
         operator = getattr(linear_module, name)
 
-        def spy(operator=operator, **arguments):
-            given = vars(arguments["settings"]) if "settings" in arguments else arguments
-            seen.append((given.get("form"), given["chunk_size"]))
-            return operator(**arguments)
+        def spy(*tokens, operator=operator, settings, **arguments):
+            seen.append((settings.form, settings.chunk_size))
+            return operator(*tokens, settings=settings, **arguments)
 
         monkeypatch.setattr(linear_module, name, spy)
     layer, x = make("lion_s"), tokens(5)
@@ -116,7 +115,7 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
         set_form(layer, form, size)
         layer(x)
         layer.prefill(x)
-    assert seen == [pair for form, size in FORMS for pair in ((form, size or 64), (None, size or 64))]
+    assert seen == [(form, size or 64) for form, size in FORMS for _ in range(2)]
 
 
 # Streaming

@@ -28,7 +28,7 @@ def test_second_derivatives(mixer, form, direction):
     config = MIXERS[mixer].layer.Config(direction=direction, chunk_size=4)
     layer = make_mixer(mixer, 8, 2, config).double()
     if form in layer.forms:
-        layer.form = form
+        layer.set_form(form, 4)
     for parameter in layer.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     x, along, weights = doubles(3, 1, 9, 8)

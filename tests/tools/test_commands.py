@@ -395,7 +395,8 @@ def test_forms_to_measure():
         ("all", None, FORMS, 0, [full, chunk, token, chunks]),
         ("all", 1, FORMS, 0, [full, ("chunk", 1), token]),
         ("all", 8, ("full",), 0, [full]),
-        ("rnn", None, FORMS, 0, [token]),
+        ("rnn", None, FORMS, 0, [chunks]),
+        ("rnn", 1, FORMS, 0, [token]),
         ("all", None, FORMS, 1024, [full, chunk, token, chunks]),
         ("all", None, FORMS, 1025, [chunk, chunks]),  # no form with an L x L matrix
         ("full", None, FORMS, 10_000, [full]),

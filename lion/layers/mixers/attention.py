@@ -87,7 +87,7 @@ class AttentionConfig:
         parts = []
         if self.block != BLOCKS[0]:
             parts.append("published block")
-        for name in ("conv_width", "out_norm", "out_gate"):
+        for name in ("conv_width", "out_gate"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name.replace('_', ' ')} {value}")

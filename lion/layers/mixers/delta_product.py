@@ -74,8 +74,8 @@ class DeltaProductAttention(DeltaAttention):
     def check_split(self, count: int) -> None:
         check_share("num_heads", self.num_heads, count)
 
-    def operator_settings(self) -> Settings:
-        return replace(super().operator_settings(), direction="forward")  # both directions are scans forward
+    def make_settings(self) -> Settings:
+        return replace(super().make_settings(), direction="forward")  # both directions are scans forward
 
     def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
@@ -133,7 +133,7 @@ class DeltaProductAttention(DeltaAttention):
 
     def scanned(self, given: Operands, segments: SegmentIndex | None) -> Tensor:
         """Return the outputs (B, H, L, E) of one scan of the steps, from left to right."""
-        y = linear_attention(given.q, given.k, given.v, given.gates, segments=segments, settings=self.settings)
+        y = linear_attention(given.q, given.k, given.v, given.gates, segments=segments, settings=self.operator_settings)
         return self.read_out(y)
 
     def turned(self, x: Tensor, dim: int = 2) -> Tensor:
@@ -172,7 +172,7 @@ class DeltaProductAttention(DeltaAttention):
     def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, LinearState]:
         given = self.operands(x, q, k, v, layout)
         segments = self.of_steps(layout.segments)
-        y, new = prefill(given.q, given.k, given.v, given.gates, segments=segments, settings=self.settings)
+        y, new = prefill(given.q, given.k, given.v, given.gates, segments=segments, settings=self.operator_settings)
         return self.read_out(y), LinearState(new.S, new.z, layout.next_position(x), given.state)
 
     def step_heads(
@@ -184,7 +184,7 @@ class DeltaProductAttention(DeltaAttention):
         if valid is not None:
             valid = valid.repeat_interleave(self.config.householders, 1)
         before = State(state.S, state.z)
-        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.settings)
+        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.operator_settings)
         return self.read_out(y), LinearState(new.S, new.z, state.position + layout.count(x), given.state)
 
 

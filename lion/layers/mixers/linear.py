@@ -180,9 +180,9 @@ class LionAttention(Attention):
             decay.reverse = self.config.direction == "backward"
             decay.temperature = self.config.decay_temperature or decay.temperature
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
-        self.settings = self.operator_settings()
+        self.operator_settings = self.make_settings()
 
-    def operator_settings(self) -> Settings:
+    def make_settings(self) -> Settings:
         """Return the settings of the operator, which change with the form alone."""
         c = self.config
         return Settings(
@@ -289,10 +289,10 @@ class LionAttention(Attention):
         super().set_form(form, chunk_size)
         self.form = form
         self.chunk_size = self.config.chunk_size if chunk_size is None else chunk_size
-        self.settings = self.operator_settings()
+        self.operator_settings = self.make_settings()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        settings = self.settings
+        settings = self.operator_settings
         if self.training and self.config.score_dropout:
             settings = replace(settings, dropout_p=self.config.score_dropout)
         if self.config.scans != ROW_MAJOR:
@@ -343,7 +343,9 @@ class LionAttention(Attention):
 
     def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, LinearState]:
         given = self.operands(x, q, k, v, layout)
-        y, new = prefill(given.q, given.k, given.v, given.gates, segments=layout.segments, settings=self.settings)
+        y, new = prefill(
+            given.q, given.k, given.v, given.gates, segments=layout.segments, settings=self.operator_settings
+        )
         return y, LinearState(new.S, new.z, layout.next_position(x), given.state)
 
     def step_heads(
@@ -353,7 +355,7 @@ class LionAttention(Attention):
         layout = Layout.after(x, state.position, valid)
         given = self.operands(x, q, k, v, layout, state.decay)
         before = State(state.S, state.z)
-        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.settings)
+        y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.operator_settings)
         return y, LinearState(new.S, new.z, state.position + layout.count(x), given.state)
 
     def initial_heads(self, batch: int) -> LinearState:

@@ -84,8 +84,8 @@ class PerformerAttention(LionAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         return by_heads(partial(super().mix, x), layout, q, k, v)
 
-    def operator_settings(self) -> Settings:
-        return replace(super().operator_settings(), scale=None, eps=EPS, feature_map=None)
+    def make_settings(self) -> Settings:
+        return replace(super().make_settings(), scale=None, eps=EPS, feature_map=None)
 
     def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
