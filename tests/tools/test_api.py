@@ -74,6 +74,19 @@ def test_a_type_checker_sees_the_public_interface(tmp_path):
     assert not done.stdout and not done.stderr
 
 
+def test_the_types_of_the_operator_hold(tmp_path):
+    pytest.importorskip("mypy")
+    settings = MYPY.replace("strict = true\n", "").replace(
+        "torch._tensor,", "torch._tensor,torch.functional,torch.autograd.*,"
+    )
+    (tmp_path / "mypy.ini").write_text(settings)
+    options = ["--config-file", tmp_path / "mypy.ini", "--cache-dir", "/dev/null"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "lion/ops"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("Success"), done.stdout
+
+
 def test_one_version_everywhere():
     assert re.fullmatch(r"\d+\.\d+\.\d+", VERSION)
     assert lion.__version__ == VERSION
