@@ -22,25 +22,25 @@ def accuracy_of_choices(score: Tensor, size: Tensor, question: Tensor, choice: T
     All arguments are (rows,), and a row is one choice of a `question`. The best choice has the greatest `score / size`;
     among equals it is the first `choice`.
     """
+    ranked = score.double() / size
     order = choice.argsort()
-    order = order[(score.double() / size)[order].argsort(descending=True, stable=True)]
+    order = order[ranked[order].argsort(descending=True, stable=True)]
     order = order[question[order].argsort(stable=True)]
-    question, right = question[order], right[order]
+    question = question[order]
+    right = right[order]
     first = question.diff(prepend=question[:1] - 1) != 0
     return right[first].double().mean().item()
 
 
 def accuracy(name: str, label: str, size: str) -> MetricOfRows:
-    return MetricOfRows(
-        name, label, percent=True, function=accuracy_of_choices, of=("score", size, "question", "choice", "right")
-    )
+    columns = ("score", size, "question", "choice", "right")
+    return MetricOfRows(name, label, percent=True, function=accuracy_of_choices, of=columns)
 
 
-PLAIN, PER_BYTE, PER_TOKEN = (  # rank by log-likelihood: of the choice, per byte and per token
-    accuracy("acc", "acc", "one"),
-    accuracy("acc_norm", "acc_norm", "bytes"),
-    accuracy("acc_token", "acc per token", "tokens_of_choice"),
-)
+# ranks by log-likelihood: of the choice, per byte and per token
+PLAIN = accuracy("acc", "acc", "one")
+PER_BYTE = accuracy("acc_norm", "acc_norm", "bytes")
+PER_TOKEN = accuracy("acc_token", "acc per token", "tokens_of_choice")
 
 
 class MultipleChoice(CausalLM):
@@ -62,12 +62,15 @@ class MultipleChoice(CausalLM):
 
 def log_likelihoods(model: nn.Module, batch: Batch) -> Tensor:
     """Compute log-likelihoods in nats (B,), float64, of the choice at the end of each row, conditioned on its text."""
-    tokens, segments = batch["tokens"], batch["segments"]
+    tokens = batch["tokens"]
+    segments = batch["segments"]
     last = (segments >= 0).sum(1, keepdim=True)  # (B, 1)
     place = torch.arange(1, tokens.shape[1], device=tokens.device)  # of the predicted token
-    judged = (place < last) & (place >= last - batch["tokens_of_choice"][:, None])  # (B, L - 1)
+    first = last - batch["tokens_of_choice"][:, None]
+    judged = (place < last) & (place >= first)  # (B, L - 1)
     x = model.encode(tokens[:, :-1], segments[:, :-1])
-    losses = F.cross_entropy(model.logits(x[judged]).float(), tokens[:, 1:][judged], reduction="none")
+    logits = model.logits(x[judged]).float()
+    losses = F.cross_entropy(logits, tokens[:, 1:][judged], reduction="none")
     found = torch.zeros(judged.shape, dtype=torch.float64, device=tokens.device)
     return found.masked_scatter(judged, -losses.double()).sum(1)
 

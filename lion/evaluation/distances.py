@@ -74,15 +74,21 @@ def precision_recall(real: Tensor, made: Tensor, real_radii: Tensor | None = Non
     Each set needs more than three images, and both sets should have about the same size: smaller sets have a larger
     reach.
     """
-    real, made = real.double(), made.double()
-    reach_real, reach_made = (radii(real) if real_radii is None else real_radii), radii(made)
-    covered, held = torch.zeros_like(reach_real, dtype=torch.bool), []
+    real = real.double()
+    made = made.double()
+    if real_radii is None:
+        real_radii = radii(real)
+    made_radii = radii(made)
+    held = []
+    covered = torch.zeros_like(real_radii, dtype=torch.bool)
     for start in range(0, len(made), ROWS):
         some = slice(start, start + ROWS)
         found = torch.cdist(made[some], real)  # (rows, N)
-        held.append((found <= reach_real).any(1))
-        covered |= (found <= reach_made[some, None]).any(0)
-    return torch.cat(held).double().mean(), covered.double().mean()
+        held.append((found <= real_radii).any(1))
+        covered |= (found <= made_radii[some, None]).any(0)
+    precision = torch.cat(held).double().mean()
+    recall = covered.double().mean()
+    return precision, recall
 
 
 def jackknife(figures: Callable[[Tensor], Tensor], count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -91,7 +97,10 @@ def jackknife(figures: Callable[[Tensor], Tensor], count: int, seed: int = 0) ->
     `figures` takes a mask (count,) of the images to use. A random tenth of the images is left out at a time. The
     remaining sets are nearly as large as the whole set, and so are biases that fall with the size.
     """
-    group = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) % GROUPS
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.randperm(count, generator=generator) % GROUPS
     parts = torch.stack([figures(group != i) for i in range(GROUPS)])  # (GROUPS, F)
-    error = ((GROUPS - 1) / GROUPS * (parts - parts.mean(0)).square().sum(0)).sqrt()
-    return figures(torch.ones(count, dtype=torch.bool)), QUANTILE * error
+    spread = (parts - parts.mean(0)).square().sum(0)
+    error = ((GROUPS - 1) / GROUPS * spread).sqrt()
+    every = torch.ones(count, dtype=torch.bool)
+    return figures(every), QUANTILE * error

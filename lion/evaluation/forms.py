@@ -43,7 +43,9 @@ def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ..
 
 def form_label(form: str, size: int | None) -> str:
     """Return the name of a form in tables, such as "full" or "chunk (64)"."""
-    return form if size is None else f"{form} ({size})"
+    if size is None:
+        return form
+    return f"{form} ({size})"
 
 
 class Measured:
@@ -51,7 +53,8 @@ class Measured:
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self.totals = Totals(task.metrics)
-        self.seconds, self.peak = 0.0, None
+        self.seconds = 0.0
+        self.peak: int | None = None
         self.deviation = torch.zeros((), device=device)
 
     def shown(self, metric: Metric, samples: int) -> dict[str, str]:
@@ -84,7 +87,9 @@ def measure(
     Each of the `rounds` batches is read once, run in every form, and then dropped.
     """
     found = {form: Measured(task, runtime.device) for form in forms}
-    samples, rows, seen = 0, 0, set()
+    samples = 0
+    rows = 0
+    seen = set()
 
     def forward(batch: Batch) -> Outcome:
         with torch.inference_mode(), runtime.autocast(precision):
@@ -93,18 +98,21 @@ def measure(
     shown = progress(total=rounds * len(forms), unit="batch", disable=not runtime.main)
     for batch in batches:
         batch = to_device(batch, runtime.device)
-        once, outcomes = partial(forward, batch), []
+        once = partial(forward, batch)
+        outcomes = []
         shapes = tuple(x.shape for x in batch.values())  # padded text has several shapes
         new = shapes not in seen
         seen.add(shapes)
-        for form, measured in found.items():
-            set_form(model, *form)
-            shown.label(f"evaluating {form_label(*form)}", partial(measured.shown, task.metric, samples))
+        for (name, size), measured in found.items():
+            set_form(model, name, size)
+            shown.label(f"evaluating {form_label(name, size)}", partial(measured.shown, task.metric, samples))
             if new:
                 with shown.paused():  # compilation is not timed
                     once()
                     peak = tensor_peak(once, runtime.device)
-                measured.peak = peak if measured.peak is None else max(measured.peak, peak)
+                if measured.peak is not None:
+                    peak = max(measured.peak, peak)
+                measured.peak = peak
             measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
@@ -113,19 +121,23 @@ def measure(
         rows += len(batch["mask"])  # with the padding of the last batch, which takes the same time
     shown.close()
     results = {}
-    for form, measured in found.items():
-        set_form(model, *form)
+    for (name, size), measured in found.items():
+        set_form(model, name, size)
         values = measured.totals.values(runtime)
         for metric in task.metrics:
             if isinstance(metric, MetricOfPass):
                 values[metric.name] = own_value(metric, model, batches, task, runtime, precision, seed)
-        peaks, deviations = runtime.gather(measured.peak), runtime.gather(measured.deviation.item())
-        results[form] = {
+        peaks = runtime.gather(measured.peak)
+        deviations = runtime.gather(measured.deviation.item())
+        peak = None
+        if None not in peaks:
+            peak = max(peaks)
+        results[name, size] = {
             "value": values[task.metric.name],
             "values": values,
             "remark": task.remark(values),
             "samples_per_second": runtime.batch_world * rows / measured.seconds,
-            "peak_bytes": None if None in peaks else max(peaks),
+            "peak_bytes": peak,
             "deviation": max(deviations),
         }
     return results

@@ -38,9 +38,11 @@ class HeldOut:
         Raises:
             ConfigError: The text is too short, or a length is not a multiple of the shortest length.
         """
-        if odd := [n for n in lengths if n % lengths[0]]:
-            raise ConfigError(f"--lengths: expected multiples of the shortest, {lengths[0]}, got {odd[0]}")
-        there, step = min(most, len(ids) - ahead), math.lcm(*lengths)
+        for length in lengths:
+            if length % lengths[0]:
+                raise ConfigError(f"--lengths: expected multiples of the shortest, {lengths[0]}, got {length}")
+        there = min(most, len(ids) - ahead)
+        step = math.lcm(*lengths)
         if step > there:
             raise ConfigError(
                 f"--lengths: expected at least {step:,} tokens (the common multiple), there are {max(there, 0):,}"
@@ -68,7 +70,8 @@ class Windows:
         return -(-self.text.count // (self.size * self.length))
 
     def __iter__(self) -> Iterator[Batch]:
-        text, length = self.text, self.length
+        text = self.text
+        length = self.length
         starts = np.arange(text.count // length) * length
         for first in range(0, len(starts), self.size):
             some = starts[first : first + self.size]
@@ -76,6 +79,8 @@ class Windows:
             some = np.resize(some, self.size)
             places = some[:, None] + np.arange(length + text.ahead)  # (B, L)
             parts = some[:, None] + np.arange(0, length, text.lengths[0])  # (B, n)
-            keys = [[derive(self.seed, int(place)) for place in row] for row in parts]
+            keys = []
+            for row in parts:
+                keys.append([derive(self.seed, int(place)) for place in row])
             tokens = torch.from_numpy(text.ids[places].astype(np.int64))
             yield {"tokens": tokens, "mask": real, "key": torch.tensor(keys)}

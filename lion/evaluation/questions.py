@@ -75,19 +75,24 @@ def read_question(line: str, where: str) -> Question:
         raise ConfigError(f"{where}: not JSON ({error})") from None
     if not isinstance(held, dict):
         raise ConfigError(f"{where}: expected a text, choices and an answer, got {line.strip()[:40]!r}")
-    text, choices, answer = (field_of(held, name, where) for name in FIELDS)
+    text = field_of(held, "text", where)
+    choices = field_of(held, "choices", where)
+    answer = field_of(held, "answer", where)
     labels = None
     if isinstance(choices, dict) and {"text", "label"} <= choices.keys():  # ARC's
-        choices, labels = choices["text"], choices["label"]
+        labels = choices["label"]
+        choices = choices["text"]
     if not isinstance(text, str):
         raise ConfigError(f"{where}: expected a string as its text, got {str(text)[:40]!r}")
     if not isinstance(choices, list) or not all(isinstance(choice, str) for choice in choices):
         raise ConfigError(f"{where}: expected a list of texts as its choices, got {str(choices)[:40]!r}")
     if len(choices) < 2:
         raise ConfigError(f"{where}: expected at least two choices, got {len(choices)}")
-    if "" in map(str.strip, choices):
-        raise ConfigError(f"{where}: choice {[*map(str.strip, choices)].index('')} is empty")
-    return Question(text, choices, place_of(answer, labels, len(choices), where), where)
+    stripped = list(map(str.strip, choices))
+    if "" in stripped:
+        raise ConfigError(f"{where}: choice {stripped.index('')} is empty")
+    right = place_of(answer, labels, len(choices), where)
+    return Question(text, choices, right, where)
 
 
 def field_of(held: dict[str, Any], name: str, where: str) -> Any:
@@ -122,7 +127,9 @@ def place_of(answer: Any, labels: Any, count: int, where: str) -> int:
             raise ConfigError(f"{where}: answer {answer!r} is none of the labels of the {count} choices: {labels}")
         return labels.index(answer)
     written = isinstance(answer, str) and answer.strip().isdecimal() and len(answer) < 10  # int() limits digits
-    number = int(answer) if written else answer
+    number = answer
+    if written:
+        number = int(answer)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
         raise ConfigError(f"{where}: expected an answer of 0 to {count - 1}, got {answer!r}")
     return number
@@ -157,17 +164,21 @@ def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None)
             token between documents.
     """
     begin, end = tokenizer.frame
-    rows, cut = [], set()
-    for i, (text, choices, answer, where) in enumerate(questions):
-        head = text.rstrip()
+    rows = []
+    cut = set()
+    for i, question in enumerate(questions):
+        text = question.text
+        where = question.where
         try:
-            before = tokenizer.encode(head)
-            wholes = tokenizer.encode_all([joined(text, choice) for choice in choices])
+            before = tokenizer.encode(text.rstrip())
+            wholes = tokenizer.encode_all([joined(text, choice) for choice in question.choices])
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        for j, (choice, whole) in enumerate(zip(choices, wholes)):
+        for j, (choice, whole) in enumerate(zip(question.choices, wholes)):
             same = shared(before, whole)  # a token that spans the end of the text belongs to the choice
-            ids = [*(begin or (end if not same else [])), *whole]
+            ids = [*begin, *whole]
+            if not begin and not same:
+                ids = [*end, *whole]
             size = len(whole) - same
             if not size:
                 raise ConfigError(f"{where}: choice {j} adds no tokens to the text")
@@ -180,19 +191,31 @@ def encode(questions: list[Question], tokenizer: Tokenizer, longest: int | None)
             if longest is not None and len(ids) > longest + 1:  # the last token is predicted, and is no input
                 ids = ids[-longest - 1 :]
                 cut.add(i)
-            rows.append(Row(ids, size, len(choice.encode()), i, j, j == answer))
+            row = Row(
+                ids=ids,
+                tokens_of_choice=size,
+                bytes=len(choice.encode()),
+                question=i,
+                choice=j,
+                right=j == question.answer,
+            )
+            rows.append(row)
     return rows, len(cut)
 
 
 def shared(a: list[int], b: list[int]) -> int:
     """Return the length of the common prefix of two token lists."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    for i, (x, y) in enumerate(zip(a, b)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
 
 
 def joined(text: str, choice: str) -> str:
     """Join a text and a choice, with a blank between them unless there is white space already."""
-    blank = not text or text[-1].isspace() or choice[0].isspace()
-    return f"{text}{choice}" if blank else f"{text} {choice}"
+    if not text or text[-1].isspace() or choice[0].isspace():
+        return f"{text}{choice}"
+    return f"{text} {choice}"
 
 
 @dataclass(frozen=True)
@@ -217,15 +240,22 @@ class Choices:
             length = 1 + padded_length(len(some[-1].ids) - 1, self.longest)
             real = torch.arange(self.size) < len(some)
             some += some[:1] * (self.size - len(some))  # all batches have the same number of rows
-            yield {**padded([row.ids for row in some], length), "mask": real, **columns(some)}
+            batch = padded([row.ids for row in some], length)
+            batch["mask"] = real
+            yield batch | columns(some)
 
 
 def padded(rows: list[list[int]], length: int) -> dict[str, Tensor]:
-    tokens, segments = torch.zeros(len(rows), length, dtype=torch.long), torch.full((len(rows), length), -1)
+    tokens = torch.zeros(len(rows), length, dtype=torch.long)
+    segments = torch.full((len(rows), length), -1)
     for i, ids in enumerate(rows):
-        tokens[i, : len(ids)], segments[i, : len(ids)] = torch.tensor(ids), 0
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        segments[i, : len(ids)] = 0
     return {"tokens": tokens, "segments": segments}
 
 
 def columns(rows: list[Row]) -> dict[str, Tensor]:
-    return {name: torch.tensor([getattr(row, name) for row in rows]) for name in Row._fields[1:]}
+    found = {}
+    for name in Row._fields[1:]:
+        found[name] = torch.tensor([getattr(row, name) for row in rows])
+    return found

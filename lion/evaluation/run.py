@@ -53,12 +53,17 @@ def evaluate_run(
     Raises:
         ConfigError: The data have no such split, or the model does not split its rows over the processes.
     """
-    recipe, model, task = loaded.recipe, loaded.model, loaded.task
+    recipe = loaded.recipe
+    model = loaded.model
+    task = loaded.task
     available = forms_of(model)
     forms = forms_to_measure(form, chunk_size, available, model.length)
     reference = forms_to_measure("all", chunk_size, available, model.length)[0]
-    wanted = [*forms] if reference in forms else [reference, *forms]  # the deviation is measured from `reference`
-    split = split or ("val" if splits.test is None else "test")
+    wanted = list(forms)
+    if reference not in forms:  # the deviation is measured from it
+        wanted.insert(0, reference)
+    if not split:
+        split = "val" if splits.test is None else "test"
     dataset = getattr(splits, split)
     if dataset is None:
         raise ConfigError(f"--split {split}: data set {recipe.data['name']!r} has no such split, use val")
@@ -90,10 +95,11 @@ def evaluate_run(
         "precision": recipe.trainer.precision,
         "compiled": compiled,
     }
-    which, compiling = ", ".join(form_label(*form) for form in wanted), ", compiling first" if compiled else ""
-    log.info(
-        "evaluating on %s, %s %s in batches of %d: %s%s", split, f"{len(dataset):,}", task.unit, batch, which, compiling
-    )
-    rounds, seed = -(-len(dataset) // (batch * runtime.batch_world)), derive(recipe.seed, split)
+    which = ", ".join(form_label(name, size) for name, size in wanted)
+    if compiled:
+        which += ", compiling first"
+    log.info("evaluating on %s, %s %s in batches of %d: %s", split, f"{len(dataset):,}", task.unit, batch, which)
+    rounds = -(-len(dataset) // (batch * runtime.batch_world))
+    seed = derive(recipe.seed, split)
     results = measure(model, task, batches, rounds, wanted, runtime, recipe.trainer.precision, seed)
     return [{"form": form, "chunk_size": size, **about, **results[form, size]} for form, size in forms]

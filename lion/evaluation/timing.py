@@ -11,7 +11,8 @@ import torch
 def seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call, by the clock of the device."""
     if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
         run()

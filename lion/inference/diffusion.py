@@ -16,15 +16,16 @@ Predict = Callable[[Tensor, Tensor], Tensor]  # noisy images (B, ..), times (B,)
 
 def linear(count: int) -> Tensor:
     """Return DDPM's variances: from 1e-4 to 0.02 for 1,000 steps, rescaled for other numbers of steps."""
-    return torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64).clamp(max=0.999)
+    variances = torch.linspace(0.1 / count, 20 / count, count, dtype=torch.float64)
+    return variances.clamp(max=0.999)
 
 
 def cosine(count: int) -> Tensor:
     """Return the variances of Improved DDPM (2102.09672): the remaining signal follows a squared cosine."""
     left = [math.cos((i / count + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(count + 1)]
-    return (1 - torch.tensor(left[1:], dtype=torch.float64) / torch.tensor(left[:-1], dtype=torch.float64)).clamp(
-        max=0.999
-    )
+    left = torch.tensor(left, dtype=torch.float64)
+    variances = 1 - left[1:] / left[:-1]
+    return variances.clamp(max=0.999)
 
 
 SCHEDULES: dict[str, Callable[[int], Tensor]] = {"cosine": cosine, "linear": linear}  # number of steps -> variances
@@ -50,8 +51,12 @@ class Process:
         """Add noise (B, ..) to images x (B, ..), according to their times (B,)."""
         if x.device not in self.copies:
             self.copies[x.device] = self.alphas_cumprod.to(x.device)
-        alphas_cumprod = self.copies[x.device][times].view(-1, *[1] * (x.dim() - 1))
-        return alphas_cumprod.sqrt().to(x.dtype) * x + (1 - alphas_cumprod).sqrt().to(x.dtype) * noise
+        alphas_cumprod = self.copies[x.device][times]
+        while alphas_cumprod.dim() < x.dim():
+            alphas_cumprod = alphas_cumprod.unsqueeze(-1)
+        signal = alphas_cumprod.sqrt().to(x.dtype)
+        spread = (1 - alphas_cumprod).sqrt().to(x.dtype)
+        return signal * x + spread * noise
 
     def times(self, steps: int) -> list[int]:
         """Return `steps` times, evenly spaced, from the last to the first.
@@ -61,7 +66,8 @@ class Process:
         """
         if not 1 <= steps <= self.count:
             raise ValueError(f"steps: expected 1 to {self.count}, got {steps}")
-        return torch.linspace(self.count - 1, 0, steps, dtype=torch.float64).round().long().tolist()
+        spaced = torch.linspace(self.count - 1, 0, steps, dtype=torch.float64)
+        return spaced.round().long().tolist()
 
     def denoise(
         self,
@@ -91,16 +97,19 @@ class Process:
         if eta and draw is None:
             raise ValueError(f"draw: eta={eta} adds noise, pass a function that draws it")
         times = self.times(steps)
-        for step, (now, then) in enumerate(zip(times, [*times[1:], None]), 1):
-            alphas_cumprod = self.alphas_cumprod[now].item()
-            left = 1.0 if then is None else self.alphas_cumprod[then].item()
-            noise = predict(x, torch.full((len(x),), now, device=x.device))
+        for step, time in enumerate(times, 1):
+            alphas_cumprod = self.alphas_cumprod[time].item()
+            left = 1.0  # after the last step
+            if step < steps:
+                left = self.alphas_cumprod[times[step]].item()
+            noise = predict(x, torch.full((len(x),), time, device=x.device))
             start = (x - math.sqrt(1 - alphas_cumprod) * noise) / math.sqrt(alphas_cumprod)
             if bound is not None:
                 start = start.clamp(-bound, bound)
                 noise = (x - math.sqrt(alphas_cumprod) * start) / math.sqrt(1 - alphas_cumprod)
             fresh = eta * math.sqrt((1 - left) / (1 - alphas_cumprod) * (1 - alphas_cumprod / left))
-            x = math.sqrt(left) * start + math.sqrt(max(0.0, 1 - left - fresh**2)) * noise
+            rest = max(0.0, 1 - left - fresh**2)
+            x = math.sqrt(left) * start + math.sqrt(rest) * noise
             if fresh:
                 x = x + fresh * draw(step)
             after_step()

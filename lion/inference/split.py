@@ -38,19 +38,25 @@ def read_in_turn(model: GPT, rows: Sequence[Sequence[int]], group: dist.ProcessG
     if streaming_mode(model) != "rnn":
         raise ValueError(f"processes: mixer {model.config.mixer!r} keeps all keys and values, use one process")
     tokens, valid = padded(rows, model.tokens.weight.device)
-    rank, count, length = group.rank(), group.size(), tokens.shape[1]
-    size = math.ceil(length / (count * math.ceil(length / (count * PIECE))))  # as many pieces for each process
+    count = group.size()
+    length = tokens.shape[1]
+    rounds = math.ceil(length / (count * PIECE))
+    size = math.ceil(length / (count * rounds))  # as many pieces for each process
     pieces = list(zip(tokens.split(size, 1), valid.split(size, 1)))
     position, blocks = model.initial_state(len(rows))
-    chain = Chain(group, [*blocks, model.tokens.weight.new_zeros(len(rows), model.config.dim)])
+    last = model.tokens.weight.new_zeros(len(rows), model.config.dim)
+    chain = Chain(group, [*blocks, last])
     with torch.compiler.set_stance("force_eager"):  # only the step of one token is compiled
         for n, (piece, real) in enumerate(pieces):
-            if n % count == rank:
-                chain.first, chain.final = n == 0, n + 1 == len(pieces)
+            if n % count == group.rank():
+                chain.first = n == 0
+                chain.final = n + 1 == len(pieces)
                 read_piece(model, piece, real, position, chain)
             position = position + real.sum(1)
-    *blocks, last = chain.shared((len(pieces) - 1) % count)
-    return model.logits(last[:, None])[:, 0], GPTState(position, blocks)
+    states = chain.shared((len(pieces) - 1) % count)
+    last = states.pop()
+    logits = model.logits(last[:, None])[:, 0]
+    return logits, GPTState(position, states)
 
 
 def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain: Chain) -> None:
@@ -62,8 +68,10 @@ def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain
     for number, stage in enumerate(model.encoder.stages):
         x, state = stage.step(x, chain.receive(number), valid=valid)
         chain.send(number, state)
-    x, last = model.encoder.norm(x, Layout.of(x, valid)), chain.receive(-1)
-    chain.send(-1, torch.where(real.any(1, keepdim=True), last_valid(x, real), last))
+    x = model.encoder.norm(x, Layout.of(x, valid))
+    last = chain.receive(-1)
+    last = torch.where(real.any(1, keepdim=True), last_valid(x, real), last)
+    chain.send(-1, last)
 
 
 class Chain:
@@ -76,7 +84,10 @@ class Chain:
     """
 
     def __init__(self, group: dist.ProcessGroup, states: list[Any]) -> None:
-        self.group, self.states, self.first, self.final = group, states, True, False
+        self.group = group
+        self.states = states
+        self.first = True
+        self.final = False
         self.sent: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, number: int) -> Any:
@@ -84,7 +95,8 @@ class Chain:
         if self.first or self.group.size() == 1:
             return self.states[number]
         packed = to_bytes(self.states[number])
-        dist.recv(packed, group=self.group, group_src=(self.group.rank() - 1) % self.group.size())
+        source = (self.group.rank() - 1) % self.group.size()
+        dist.recv(packed, group=self.group, group_src=source)
         return from_bytes(packed, self.states[number])
 
     def send(self, number: int, state: Any) -> None:
@@ -93,10 +105,10 @@ class Chain:
         if self.final or self.group.size() == 1:
             return
         packed = to_bytes(state)
+        target = (self.group.rank() + 1) % self.group.size()
         self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]  # a message lives until then
-        self.sent.append(
-            (dist.isend(packed, group=self.group, group_dst=(self.group.rank() + 1) % self.group.size()), packed)
-        )
+        work = dist.isend(packed, group=self.group, group_dst=target)
+        self.sent.append((work, packed))
 
     def shared(self, owner: int) -> list[Any]:
         """Return the states of one process, in all of them."""
@@ -109,11 +121,16 @@ class Chain:
 
 def to_bytes(state: Any) -> Tensor:
     """Return the bytes of all tensors of a state, on the CPU."""
-    return torch.cat([leaf.contiguous().flatten().view(torch.uint8) for leaf in tree_leaves(state)]).cpu()
+    leaves = [leaf.contiguous().flatten().view(torch.uint8) for leaf in tree_leaves(state)]
+    return torch.cat(leaves).cpu()
 
 
 def from_bytes(packed: Tensor, like: Any) -> Any:
     """Return the state of which `to_bytes` made the bytes, with the shapes, dtypes and device of another one."""
     leaves, spec = tree_flatten(like)
-    pieces = packed.to(leaves[0].device).split([leaf.numel() * leaf.element_size() for leaf in leaves])
-    return tree_unflatten([p.clone().view(leaf.dtype).view(leaf.shape) for p, leaf in zip(pieces, leaves)], spec)
+    packed = packed.to(leaves[0].device)
+    sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
+    found = []
+    for piece, leaf in zip(packed.split(sizes), leaves):
+        found.append(piece.clone().view(leaf.dtype).view(leaf.shape))
+    return tree_unflatten(found, spec)

@@ -29,7 +29,9 @@ ROOM = 256  # tokens by which a KV cache grows at once, at most
 
 def streaming_mode(model: GPT) -> str:
     """Return the mode in which a model continues from a state."""
-    return "kv" if isinstance(mixers_of(model)[0], SoftmaxAttention) else "rnn"
+    if isinstance(mixers_of(model)[0], SoftmaxAttention):
+        return "kv"
+    return "rnn"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Sampling:
         held[:, 0] = True  # always keep the most likely token; with `top_p` 0 only this one
         shares = shares * held
         up_to = shares.cumsum(-1)
-        place = torch.searchsorted(up_to, chance[:, None].double() * up_to[:, -1:], right=True)
+        drawn = chance[:, None].double() * up_to[:, -1:]
+        place = torch.searchsorted(up_to, drawn, right=True)
         return ids.gather(1, place.clamp(max=ids.shape[1] - 1))[:, 0]
 
 
@@ -104,15 +107,16 @@ class Continuation:
             ValueError: The model does not have this mode, or a prompt is empty, longer than the position embeddings, or
                 holds other values than ids of the vocabulary.
         """
-        if mode not in ("attention", streaming_mode(model)):
-            raise ValueError(
-                f"mode: mixer {model.config.mixer!r} supports attention and {streaming_mode(model)}, got {mode!r}"
-            )
+        streaming = streaming_mode(model)
+        if mode not in ("attention", streaming):
+            raise ValueError(f"mode: mixer {model.config.mixer!r} supports attention and {streaming}, got {mode!r}")
         rows = rows_of(model, prompts)
         if mode == "attention":
             return cls(model, mode, rows, recomputed(model, rows))
         check_room(model, rows, 0)
-        return cls(model, mode, rows, *(reader or read)(model, rows))
+        reader = reader or read
+        logits, state = reader(model, rows)
+        return cls(model, mode, rows, logits, state)
 
     def generate(self, count: int, sampling: Sampling, seed: int) -> Iterator[list[int]]:
         """Sample the next token of every row `count` times, append it to `rows`, and yield the tokens.
@@ -143,10 +147,12 @@ class Continuation:
         """Append the next token (B,) to every row and update logits and state."""
         chosen = tokens.tolist()
         if self.mode == "attention":
-            self.logits = recomputed(self.model, [[*row, token] for row, token in zip(self.rows, chosen)])
+            rows = [[*row, token] for row, token in zip(self.rows, chosen)]
+            self.logits = recomputed(self.model, rows)
         else:
             logits, self.state = self.model.step(tokens[:, None], self.state)
-            self.logits, self.room = logits[:, -1], max(0, self.room - 1)
+            self.logits = logits[:, -1]
+            self.room = max(0, self.room - 1)
         for row, token in zip(self.rows, chosen):  # after the model has run: a failed step changes nothing
             row.append(token)
 
@@ -196,7 +202,11 @@ def rows_of(model: GPT, prompts: Any) -> list[list[int]]:
         ValueError: No prompts, an empty prompt, or values that are not ids of the model's vocabulary.
     """
     vocabulary = model.vocabulary
-    rows = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]  # of PyTorch or NumPy
+    rows = []
+    for prompt in prompts:
+        if hasattr(prompt, "tolist"):  # of PyTorch or NumPy
+            prompt = prompt.tolist()
+        rows.append(prompt)
     for row in rows:
         if not isinstance(row, (list, tuple)):
             raise ValueError(f"prompts: expected the token ids of each prompt, such as [[1, 2, 3]], got {row!r} in it")
@@ -235,7 +245,8 @@ def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
         for piece, real in zip(tokens.split(PIECE, 1), valid.split(PIECE, 1)):
             x, state = model.encode_next(piece, state, None if real.all() else real)
             last = torch.where(real.any(1, keepdim=True), last_valid(x, real), last)
-    return model.logits(last[:, None])[:, 0], state
+    logits = model.logits(last[:, None])
+    return logits[:, 0], state
 
 
 @torch.inference_mode()
@@ -243,9 +254,9 @@ def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
     """Compute the logits (B, vocabulary) after rows, of which only the end is read if position embeddings are fewer."""
     longest = model.longest or max(map(len, rows))
     tokens, valid = padded([row[-longest:] for row in rows], model.tokens.weight.device)
-    return model.logits(last_valid(model.encode(tokens), valid)[:, None])[
-        :, 0
-    ]  # padding comes after the last token, which does not see it
+    x = model.encode(tokens)
+    last = last_valid(x, valid)  # padding comes after the last token, which does not see it
+    return model.logits(last[:, None])[:, 0]
 
 
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -253,7 +264,10 @@ def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     valid = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
     tokens = torch.zeros_like(valid, dtype=torch.long)
-    tokens[valid] = torch.tensor([token for row in rows for token in row], device=device)
+    ids = []
+    for row in rows:
+        ids += row
+    tokens[valid] = torch.tensor(ids, device=device)
     return tokens, valid
 
 

@@ -68,15 +68,22 @@ class Model(nn.Module):
 
     def own(self, x: Tensor, fill: float | bool = 0) -> Tensor:
         """Return the tokens of this process of whole rows x (B, L, ..); `fill` is the value of padding."""
-        return x if self.part is None else self.part.own(x, fill=fill)
+        if self.part is None:
+            return x
+        return self.part.own(x, fill=fill)
 
     def token(self, x: Tensor, place: int) -> Tensor:
         """Return token `place` (B, dim) of whole rows, from the tokens x (B, L, dim) of this process."""
-        return x[:, place] if self.part is None else self.part.token(x, place)
+        if self.part is None:
+            return x[:, place]
+        return self.part.token(x, place)
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum (B, dim) over the tokens of whole rows, from x (B, L, dim) of this process; padding is 0."""
-        return x.sum(1) if self.part is None else self.part.sum(x.sum(1))
+        own = x.sum(1)
+        if self.part is None:
+            return own
+        return self.part.sum(own)
 
     def check_split(self, count: int) -> None:
         """Check that the tokens of a row may be split over `count` processes.
@@ -116,8 +123,11 @@ class Model(nn.Module):
 
 def statistics_of_pixels(channels: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Tensor]:
     """Return mean and standard deviation (channels, 1, 1)."""
-    every = {"mean": mean, "std": std}
-    return {k: torch.tensor(v, dtype=torch.float32).expand(channels)[:, None, None].clone() for k, v in every.items()}
+    statistics = {}
+    for name, values in (("mean", mean), ("std", std)):
+        each = torch.tensor(values, dtype=torch.float32).expand(channels)
+        statistics[name] = each[:, None, None].clone()
+    return statistics
 
 
 class ImageClassifier(Model, Constants):
@@ -149,7 +159,8 @@ class ImageClassifier(Model, Constants):
         std: Sequence[float] = (1.0,),
     ) -> None:
         super().__init__()
-        self.image_shape, self.classes = (channels, *image_size), tuple(classes)
+        self.image_shape = (channels, *image_size)
+        self.classes = tuple(classes)
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, channels):
                 raise ValueError(f"{name}: expected one number per channel, {channels}, got {list(values)}")
@@ -166,7 +177,8 @@ class ImageClassifier(Model, Constants):
 
         Each channel then has mean 0 and standard deviation 1.
         """
-        mean, std = self.mean.to(pixels.device), self.std.to(pixels.device)
+        mean = self.mean.to(pixels.device)
+        std = self.std.to(pixels.device)
         return (pixels.float() - 255 * mean) / (255 * std)
 
     def normalised(self, images: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,7 +190,11 @@ class ImageClassifier(Model, Constants):
         Raises:
             ValueError: Images of the wrong size, number of channels or dtype.
         """
-        if images.shape[1:] != self.image_shape or not (images.dtype == torch.uint8 or images.is_floating_point()):
-            expected = f"(B, {', '.join(map(str, self.image_shape))}), uint8 or normalised floating point"
+        raw = images.dtype == torch.uint8
+        if images.shape[1:] != self.image_shape or not (raw or images.is_floating_point()):
+            shape = ", ".join(map(str, self.image_shape))
+            expected = f"(B, {shape}), uint8 or normalised floating point"
             raise ValueError(f"images: expected {expected}, got {tuple(images.shape)}, {str(images.dtype)[6:]}")
-        return self.normalise(images).to(dtype) if images.dtype == torch.uint8 else images
+        if not raw:
+            return images
+        return self.normalise(images).to(dtype)

@@ -65,7 +65,8 @@ class BertConfig(EncoderConfig):
         c = super().resolved()
         if c.attention.scans != ROW_MAJOR:
             raise ValueError("attention.scans: text has one order, the order of its tokens")
-        c.attention = fill(c.attention, {"out_norm": "layernorm" if c.mixer == "lion_lit" else NO_NORM})
+        out_norm = "layernorm" if c.mixer == "lion_lit" else NO_NORM
+        c.attention = fill(c.attention, {"out_norm": out_norm})
         return c
 
 
@@ -77,14 +78,21 @@ class MaskedHead(nn.Module):
 
     def __init__(self, dim: int, rows: int, norm_eps: float, *, transform: bool = True, bias: bool = True) -> None:
         super().__init__()
-        self.transform = nn.Linear(dim, dim, bias=bias) if transform else None
-        self.norm = nn.LayerNorm(dim, eps=norm_eps) if transform else None
-        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
+        self.transform = None
+        self.norm = None
+        self.bias = None
+        if transform:
+            self.transform = nn.Linear(dim, dim, bias=bias)
+            self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(rows))
 
     def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
         if self.transform is not None:
             x = self.norm(F.gelu(self.transform(x)))
-        return F.linear(x, embeddings, None if self.bias is None else self.bias[: len(embeddings)])
+        if self.bias is None:
+            return F.linear(x, embeddings)
+        return F.linear(x, embeddings, self.bias[: len(embeddings)])
 
 
 class BertEncoder(TokenModel):
@@ -106,11 +114,16 @@ class BertEncoder(TokenModel):
         self.config = c = config.resolved()
         number("vocabulary", vocabulary, Integral, 1)
         number("length", length, Integral, 1)
-        self.vocabulary, self.length = vocabulary, length
+        self.vocabulary = vocabulary
+        self.length = length
         rows = -(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary
         self.tokens = nn.Embedding(rows, c.dim)
-        self.positions = POSITIONS[c.position_kind](c.max_positions, c.dim) if c.position_embedding else None
-        self.types = nn.Embedding(c.token_types, c.dim) if c.token_types else None
+        self.positions = None
+        if c.position_embedding:
+            self.positions = POSITIONS[c.position_kind](c.max_positions, c.dim)
+        self.types = None
+        if c.token_types:
+            self.types = nn.Embedding(c.token_types, c.dim)
         self.norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         self.dropout = Dropout(c.dropout)
         self.encoder = Encoder(c)
@@ -134,11 +147,15 @@ class BertEncoder(TokenModel):
         tokens, layout = self.laid_out(tokens, segments)
         x = self.embed(tokens)
         x = self.placed(x, layout.positions_of(x))
-        if self.types is not None:
-            x = x + (rows_of(self.types, 1, x.device)[0] if types is None else self.types(self.own(types)))
-        elif types is not None:
-            raise ValueError("types: this model has no embeddings of token types (model.token_types)")
-        return layout.clean(self.encoder(self.dropout(self.norm(x), layout), layout))
+        if self.types is None:
+            if types is not None:
+                raise ValueError("types: this model has no embeddings of token types (model.token_types)")
+        elif types is None:
+            x = x + rows_of(self.types, 1, x.device)[0]
+        else:
+            x = x + self.types(self.own(types))
+        x = self.dropout(self.norm(x), layout)
+        return layout.clean(self.encoder(x, layout))
 
 
 class Bert(BertEncoder):
@@ -168,12 +185,14 @@ class Bert(BertEncoder):
         """
         hidden = self.encode(tokens, segments, types)
         if places is not None:
-            hidden = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))  # (B, K, dim)
+            places = places[..., None].expand(-1, -1, hidden.shape[-1])
+            hidden = hidden.gather(1, places)  # (B, K, dim)
         return self.logits(hidden)
 
     def logits(self, x: Tensor) -> Tensor:
         """Map (.., dim), as of `encode`, to logits (.., vocabulary)."""
-        return self.head(x, rows_of(self.tokens, self.vocabulary, x.device))[..., : self.vocabulary]
+        embeddings = rows_of(self.tokens, self.vocabulary, x.device)
+        return self.head(x, embeddings)[..., : self.vocabulary]
 
 
 @dataclass
@@ -219,8 +238,10 @@ class BertClassifier(BertEncoder):
         """
         if segments is not None and may_wait(segments.device) and not valid_of(segments)[:, 0].all():
             raise ValueError("segments: the first token of a row, [CLS], is read; padding stands behind the tokens")
-        return self.logits(self.token(self.encode(tokens, segments, types), 0))
+        x = self.encode(tokens, segments, types)
+        return self.logits(self.token(x, 0))
 
     def logits(self, first: Tensor) -> Tensor:
         """Map the first token of each sequence (B, dim), as of `encode`, to logits (B, outputs)."""
-        return self.classifier(self.classifier_dropout(self.pooler(first).tanh()))
+        pooled = self.pooler(first).tanh()
+        return self.classifier(self.classifier_dropout(pooled))

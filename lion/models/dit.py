@@ -61,10 +61,15 @@ class DiTConfig(PatchedConfig):
     def label(self) -> str:
         """Return the label with the patch size, because the papers also compare patch sizes."""
         height, width = self.resolved().patch_size
-        return f"{super().label()} patch {height if height == width else f'{height} x {width}'}"
+        if height == width:
+            return f"{super().label()} patch {height}"
+        return f"{super().label()} patch {height} x {width}"
 
     def shape(self) -> str:
-        return super().shape() + ("" if self.modulates else ", time and class as tokens")
+        shape = super().shape()
+        if not self.modulates:
+            shape += ", time and class as tokens"
+        return shape
 
 
 class DiT(Model, Constants):
@@ -94,15 +99,21 @@ class DiT(Model, Constants):
     ) -> None:
         super().__init__()
         self.config = c = config.resolved()
-        self.image_shape, self.classes = (channels, *image_size), tuple(classes)
-        self.grid = height, width = grid_of(image_size, c.patch_size)
+        self.image_shape = (channels, *image_size)
+        self.classes = tuple(classes)
+        self.grid = grid_of(image_size, c.patch_size)
+        height, width = self.grid
         self.special = 0 if c.modulates else 2  # tokens before the patches
         self.length = self.special + height * width
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
-        self.times, self.labels = Times(c.dim), nn.Embedding(len(classes) + 1, c.dim)
+        self.times = Times(c.dim)
+        self.labels = nn.Embedding(len(classes) + 1, c.dim)
         self.encoder = Encoder(c, self.grid)
-        self.final_norm = plain_norm(c.norm, c.dim, c.norm_eps) if c.modulates else None
-        self.final_modulation = Modulation(c.dim, 2) if c.modulates else None
+        self.final_norm = None
+        self.final_modulation = None
+        if c.modulates:
+            self.final_norm = plain_norm(c.norm, c.dim, c.norm_eps)
+            self.final_modulation = Modulation(c.dim, 2)
         self.head = nn.Linear(c.dim, channels * math.prod(c.patch_size))
         dim = c.dim if c.position_embedding else None
         self.hold(partial(constants_of_tokens, height, width, c.attention.scans, self.special, dim))
@@ -140,24 +151,32 @@ class DiT(Model, Constants):
             ValueError: Images of the wrong size or number of channels.
         """
         if x.shape[1:] != self.image_shape:
-            raise ValueError(f"x: expected (B, {', '.join(map(str, self.image_shape))}), got {tuple(x.shape)}")
+            shape = ", ".join(map(str, self.image_shape))
+            raise ValueError(f"x: expected (B, {shape}), got {tuple(x.shape)}")
         tokens = self.patch(x.to(self.patch.weight.dtype)).flatten(2).mT  # (B, H W, dim)
         if self.position is not None:
             tokens = tokens + self.position
-        time, label = self.times(times), self.labels(labels)  # (B, dim)
+        time = self.times(times)  # (B, dim)
+        label = self.labels(labels)  # (B, dim)
         if self.config.modulates:
             context = F.silu(time + label)
             tokens = self.encoder(tokens, self.layout, context)
-            tokens = modulated(self.final_norm(tokens), *self.final_modulation(context))
+            tokens = self.final_norm(tokens)
+            shift, scale = self.final_modulation(context)
+            tokens = modulated(tokens, shift, scale)
         else:
-            tokens = self.encoder(torch.cat([time[:, None], label[:, None], tokens], 1), self.layout)
+            tokens = torch.cat([time[:, None], label[:, None], tokens], 1)
+            tokens = self.encoder(tokens, self.layout)
         return self.unpatched(self.head(tokens[:, self.special :]))
 
     def unpatched(self, x: Tensor) -> Tensor:
         """Return patches (B, H W, channels * pixels) as images (B, channels, height, width)."""
-        x = x.unflatten(-1, (self.image_shape[0], *self.config.patch_size)).unflatten(1, self.grid)
+        channels, height, width = self.image_shape
+        rows, columns = self.config.patch_size
+        x = x.unflatten(-1, (channels, rows, columns))
+        x = x.unflatten(1, self.grid)
         x = x.permute(0, 3, 1, 4, 2, 5)  # (B, channels, H, rows of a patch, W, columns of a patch)
-        return x.reshape(x.shape[0], *self.image_shape)
+        return x.reshape(x.shape[0], channels, height, width)
 
 
 class Times(nn.Module):
@@ -165,11 +184,14 @@ class Times(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(2 * FREQUENCIES, dim), nn.Linear(dim, dim)
+        self.fc1 = nn.Linear(2 * FREQUENCIES, dim)
+        self.fc2 = nn.Linear(dim, dim)
 
     def forward(self, times: Tensor) -> Tensor:
         angles = times[:, None].float() * frequencies(FREQUENCIES, times.device)
-        return self.fc2(F.silu(self.fc1(torch.cat([angles.cos(), angles.sin()], -1).to(self.fc1.weight.dtype))))
+        waves = torch.cat([angles.cos(), angles.sin()], -1)
+        waves = waves.to(self.fc1.weight.dtype)
+        return self.fc2(F.silu(self.fc1(waves)))
 
 
 def frequencies(count: int, device: torch.device | None = None) -> Tensor:
@@ -182,12 +204,20 @@ def constants_of_tokens(
 ) -> dict[str, Tensor | None]:
     """Return coordinates, scan orders, the mask of `special` tokens, and the position embedding of width `dim`."""
     layout = grid_layout(height, width, scans, special=special)
-    held = {"coords": layout.coords, "orders": layout.orders, "is_special": layout.special if special else None}
-    return {**held, "position": None if dim is None else position_embedding(height, width, dim)}
+    constants = {"coords": layout.coords, "orders": layout.orders, "is_special": None, "position": None}
+    if special:
+        constants["is_special"] = layout.special
+    if dim is not None:
+        constants["position"] = position_embedding(height, width, dim)
+    return constants
 
 
 def position_embedding(height: int, width: int, dim: int) -> Tensor:
     """Return sines and cosines (H W, dim), as in DiT: of the column in the first half, of the row in the second."""
-    rows, columns = torch.cartesian_prod(torch.arange(height), torch.arange(width)).view(-1, 2).mT.float()
-    angles = [place[:, None] * frequencies(dim // 4, place.device) for place in (columns, rows)]
-    return torch.cat([part for angle in angles for part in (angle.sin(), angle.cos())], -1)
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    rows, columns = places.view(-1, 2).mT.float()
+    waves = []
+    for place in (columns, rows):
+        angles = place[:, None] * frequencies(dim // 4, place.device)
+        waves += [angles.sin(), angles.cos()]
+    return torch.cat(waves, -1)

@@ -66,8 +66,13 @@ class EncoderConfig(ModelConfig):
 
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
-        entry = MIXERS.get(values["mixer"]) if isinstance(values.get("mixer"), str) else None
-        return {} if entry is None or entry.layer.Config is AttentionConfig else {"attention": entry.layer.Config}
+        mixer = values.get("mixer")
+        if not isinstance(mixer, str) or mixer not in MIXERS:
+            return {}
+        kind = MIXERS[mixer].layer.Config
+        if kind is AttentionConfig:
+            return {}
+        return {"attention": kind}
 
     def __post_init__(self) -> None:
         entry_of(self.mixer)
@@ -83,7 +88,9 @@ class EncoderConfig(ModelConfig):
         Raises:
             ValueError: An unknown mixer, or settings that cannot be combined.
         """
-        c = fill(self, self.released.get(self.mixer, {})) if self.preset == "released" else copy.copy(self)
+        c = copy.copy(self)
+        if self.preset == "released":
+            c = fill(c, self.released.get(self.mixer, {}))
         if BLOCKS[c.block].conditional and not self.conditions:
             raise ValueError(f"block: {c.block!r} is conditioned on a class and a time, which only model 'dit' has")
         info = entry_of(c.mixer).layer.info(c.mixer)
@@ -110,39 +117,53 @@ class EncoderConfig(ModelConfig):
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        kinds = {**hints_of(type(self)), **self.types({"mixer": mixer})}
-        c.mixer, c.attention = mixer, kinds["attention"](score_dropout=c.attention.score_dropout)
+        kinds = hints_of(type(self)) | self.types({"mixer": mixer})
+        c.mixer = mixer
+        c.attention = kinds["attention"](score_dropout=c.attention.score_dropout)
         return c
 
     def label(self) -> str:
         """Return the label for rows of a paper's tables: the mixer, and settings that differ from its conventions."""
-        usual, attention = copy.deepcopy(self), self.attention
+        attention = self.attention
+        plain = copy.deepcopy(self)
         for path in self.conventions.values():
-            *sections, name = path.split(".")
-            setattr(getattr(usual, sections[0]) if sections else usual, name, None)
-        built, usual = (c.resolved() for c in (self, usual))
-        knows_order = built.knows_order()
-        built, usual = flatten(to_dict(built)), flatten(to_dict(usual))
-        usual["position_embedding"] = not knows_order  # whatever else encodes the order here
+            section, _, name = path.rpartition(".")
+            holder = getattr(plain, section) if section else plain
+            setattr(holder, name, None)
+        built = self.resolved()
+        own = flatten(to_dict(built))
+        usual = flatten(to_dict(plain.resolved()))
+        usual["position_embedding"] = not built.knows_order()  # whatever else encodes the order here
         parts = [self.mixer]
         if len(attention.scans) > 1:
-            parts.append("multiscan" if attention.scan_merge == "masks" else f"multiscan ({attention.scan_merge})")
+            merge = attention.scan_merge
+            parts.append("multiscan" if merge == "masks" else f"multiscan ({merge})")
         if attention.direction != type(attention)().direction:
             parts.append(attention.direction)
         for words, path in self.conventions.items():
-            value = built[path]
-            if value != usual[path]:
-                how = "without" if not value or value == "none" else "with" if isinstance(value, int) else value
-                parts.append(f"{words} {value:g}" if isinstance(value, float) else f"{how} {words}")
-        labels = [attention.label(), attention.block_label()]
-        return " ".join([*parts, *filter(None, labels)])
+            value = own[path]
+            if value == usual[path]:
+                continue
+            if isinstance(value, float):
+                parts.append(f"{words} {value:g}")
+            elif not value or value == "none":
+                parts.append(f"without {words}")
+            elif isinstance(value, int):
+                parts.append(f"with {words}")
+            else:
+                parts.append(f"{value} {words}")
+        parts += [attention.label(), attention.block_label()]
+        return " ".join(filter(None, parts))
 
     def shape(self) -> str:
         """Return the settings that models must share if their mixers are to be compared."""
         parts = [f"dim {self.dim}", f"depth {self.depth}", f"{self.num_heads} heads"]
-        parts += ["no MLP"] * (self.mlp == NO_MLP)
-        parts += [f"dropout {self.dropout:g}"] * bool(self.dropout)
-        parts += [f"score dropout {self.attention.score_dropout:g}"] * bool(self.attention.score_dropout)
+        if self.mlp == NO_MLP:
+            parts.append("no MLP")
+        if self.dropout:
+            parts.append(f"dropout {self.dropout:g}")
+        if self.attention.score_dropout:
+            parts.append(f"score dropout {self.attention.score_dropout:g}")
         return ", ".join(parts)
 
 
@@ -156,10 +177,16 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, grid: tuple[int, ...] | None = None) -> None:
         super().__init__()
         c = config
-        self.tpe = TPE(c.dim, c.tpe, grid) if c.tpe else None
-        rates = [c.drop_path * i / max(c.depth - 1, 1) if c.drop_path else None for i in range(c.depth)]
-        self.blocks = nn.ModuleList(
-            BLOCKS[c.block](
+        self.tpe = None
+        if c.tpe:
+            self.tpe = TPE(c.dim, c.tpe, grid)
+        kind = BLOCKS[c.block]
+        self.blocks = nn.ModuleList()
+        for layer in range(c.depth):
+            rate = None
+            if c.drop_path:
+                rate = c.drop_path * layer / max(c.depth - 1, 1)
+            block = kind(
                 c.dim,
                 c.num_heads,
                 mixer=c.mixer,
@@ -171,9 +198,11 @@ class Encoder(nn.Module):
                 dropout=c.dropout,
                 drop_path=rate,
             )
-            for layer, rate in enumerate(rates)
-        )
-        self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps) if BLOCKS[c.block].final_norm else NoNorm()
+            self.blocks.append(block)
+        if kind.final_norm:
+            self.norm = NORMS[c.norm](c.dim, eps=c.norm_eps)
+        else:
+            self.norm = NoNorm()
 
     def forward(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> Tensor:
         """Map (B, L, dim) to (B, L, dim); `context` is passed to every block."""
@@ -185,7 +214,9 @@ class Encoder(nn.Module):
     @property
     def stages(self) -> list[nn.Module]:
         """The modules that tokens pass, in order; in a stream each module has a separate state."""
-        return [*self.blocks] if self.tpe is None else [self.tpe, *self.blocks]
+        if self.tpe is None:
+            return list(self.blocks)
+        return [self.tpe, *self.blocks]
 
     @property
     def causal(self) -> bool:
@@ -198,7 +229,8 @@ class Encoder(nn.Module):
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, list[Any]]:
         """Return the output of `forward` for a prompt, and the states after it."""
-        states, layout = [], self.prepared(x, layout)
+        layout = self.prepared(x, layout)
+        states = []
         for stage in self.stages:
             x, state = stage.prefill(x, layout, context)
             states.append(state)
@@ -229,8 +261,10 @@ class Encoder(nn.Module):
             ValueError: They may not, with these settings.
         """
         try:
-            for part in [*mixers_of(self), *([] if self.tpe is None else [self.tpe])]:
-                part.check_split(count)
+            for mixer in mixers_of(self):
+                mixer.check_split(count)
+            if self.tpe is not None:
+                self.tpe.check_split(count)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
 

@@ -34,9 +34,10 @@ def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
         """Pickle the class by `config`, because it has no place in a module."""
         return new_causal, (config,), vars(self)
 
-    direction, methods = setting("forward", choices=("forward",)), {"__reduce__": reduce}
     name = f"Causal{config.__name__}"
-    return make_dataclass(name, [("direction", str, direction)], bases=(config,), namespace=methods)
+    direction = setting("forward", choices=("forward",))
+    fields = [("direction", str, direction)]
+    return make_dataclass(name, fields, bases=(config,), namespace={"__reduce__": reduce})
 
 
 def new_causal(config: type[AttentionConfig]) -> AttentionConfig:
@@ -117,9 +118,13 @@ class GPT(TokenModel):
         self.config = c = config.resolved()
         number("vocabulary", vocabulary, Integral, 1)
         number("length", length, Integral, 1)
-        self.vocabulary, self.length = vocabulary, length
-        self.tokens = nn.Embedding(-(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary, c.dim)
-        self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None
+        self.vocabulary = vocabulary
+        self.length = length
+        rows = -(-vocabulary // c.pad_vocabulary) * c.pad_vocabulary
+        self.tokens = nn.Embedding(rows, c.dim)
+        self.positions = None
+        if c.position_embedding:
+            self.positions = nn.Embedding(length, c.dim)
         self.dropout = Dropout(c.dropout)
         self.encoder = Encoder(c)
         if not c.bias:
@@ -147,18 +152,21 @@ class GPT(TokenModel):
 
     def embedded(self, x: Tensor, layout: Layout) -> Tensor:
         """Return the input of the encoder for token embeddings x (B, L, dim)."""
-        return self.dropout(self.placed(x, layout.positions_of(x)), layout)
+        x = self.placed(x, layout.positions_of(x))
+        return self.dropout(x, layout)
 
     def logits(self, x: Tensor) -> Tensor:
         """Map (B, L, dim) to logits (B, L, vocabulary)."""
-        return F.linear(x, rows_of(self.tokens, self.vocabulary, x.device))[..., : self.vocabulary]
+        embeddings = rows_of(self.tokens, self.vocabulary, x.device)
+        return F.linear(x, embeddings)[..., : self.vocabulary]
 
     @property
     def streams(self) -> bool:
         return self.encoder.causal
 
     def initial_state(self, batch: int) -> GPTState:
-        return GPTState(self.tokens.weight.new_zeros(batch, dtype=torch.long), self.encoder.initial_state(batch))
+        position = self.tokens.weight.new_zeros(batch, dtype=torch.long)
+        return GPTState(position, self.encoder.initial_state(batch))
 
     def prefill(self, inputs: Tensor, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
         """Return logits (B, L, vocabulary) after each token of prompts (B, L), and the state after them.
@@ -176,7 +184,8 @@ class GPT(TokenModel):
         self.check_inputs(inputs)
         x = self.embed(inputs)
         layout = Layout.of(x, valid)
-        x, blocks = self.encoder.prefill(self.embedded(x, layout), layout)
+        x = self.embedded(x, layout)
+        x, blocks = self.encoder.prefill(x, layout)
         return x, GPTState(layout.next_position(x), blocks)
 
     def step(self, inputs: Tensor, state: GPTState, valid: Tensor | None = None) -> tuple[Tensor, GPTState]:
@@ -195,5 +204,6 @@ class GPT(TokenModel):
         x = self.embed(inputs)
         check_state(state, GPTState, x)
         layout = Layout.after(x, state.position, valid)
-        x, blocks = self.encoder.step(self.embedded(x, layout), state.blocks, valid=valid)
+        x = self.embedded(x, layout)
+        x, blocks = self.encoder.step(x, state.blocks, valid=valid)
         return x, GPTState(state.position + layout.count(x), blocks)

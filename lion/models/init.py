@@ -50,7 +50,10 @@ def gpt2(model: nn.Module, std: float) -> None:
     residual = [m for name, m in model.named_modules() if name.endswith((".attention.proj", ".mlp.fc2"))]
     for m in model.modules():
         if isinstance(m, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(m.weight, std=std / math.sqrt(len(residual)) if m in residual else std)
+            if m in residual:
+                nn.init.normal_(m.weight, std=std / math.sqrt(len(residual)))
+            else:
+                nn.init.normal_(m.weight, std=std)
             if getattr(m, "bias", None) is not None:
                 nn.init.zeros_(m.bias)
 
@@ -73,10 +76,13 @@ def lra(model: nn.Module, std: float) -> None:
         if not isinstance(m, Attention):
             continue
         query, key, value = m.qkv.weight.split(m.widths)
-        for weight in (query, key, *(gate.weight for gate in gates_of(m))):
-            nn.init.normal_(weight, std=std)
+        nn.init.normal_(query, std=std)
+        nn.init.normal_(key, std=std)
+        for gate in gates_of(m):
+            nn.init.normal_(gate.weight, std=std)
         if isinstance(m, HippoAttention) and m.config.value_start != "dense":
-            held = m.decays[0].zero_order_hold(per_step=m.config.value_start == "zoh_per_step")
+            per_step = m.config.value_start == "zoh_per_step"
+            held = m.decays[0].zero_order_hold(per_step=per_step)
             value.copy_(held.flatten().diag())
 
 
@@ -88,8 +94,12 @@ def vim(model: nn.Module, std: float) -> None:
     by the square root of the number of mixers.
     """
     mixers = mixers_of(model)
-    inside = {id(m) for mixer in mixers for m in mixer.modules()}
-    for m in (m for m in model.modules() if id(m) not in inside):
+    inside = set()
+    for mixer in mixers:
+        inside.update(mixer.modules())
+    for m in model.modules():
+        if m in inside:
+            continue
         if isinstance(m, nn.Linear):
             nn.init.trunc_normal_(m.weight, std=std)
         elif isinstance(m, nn.Conv2d):
@@ -105,8 +115,11 @@ def vim(model: nn.Module, std: float) -> None:
 
 def gates_of(attention: Attention) -> list[nn.Linear]:
     """Return the linear layers that make decays depend on tokens."""
-    decays = [m for m in attention.modules() if isinstance(m, Decay)]
-    return list(dict.fromkeys(m for decay in decays for m in decay.modules() if isinstance(m, nn.Linear)))
+    gates = []
+    for decay in attention.modules():
+        if isinstance(decay, Decay):
+            gates += [m for m in decay.modules() if isinstance(m, nn.Linear) and m not in gates]
+    return gates
 
 
 INITS: dict[str, Callable[[nn.Module, float], None]] = {

@@ -68,10 +68,13 @@ class LRAConfig(EncoderConfig):
     def label(self) -> str:
         """Return the label, with the settings that the tables of this task compare beyond conventions of the mixer."""
         built = self.resolved()
-        own, usual = vars(built.attention), vars(built.with_mixer(self.mixer).resolved().attention)
+        own = vars(built.attention)
+        usual = vars(built.with_mixer(self.mixer).resolved().attention)
         usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape"))}
         parts = [super().label()]
-        parts += [f"{own[name]} {words}" for name, words in LABEL_WORDS.items() if own.get(name) != usual.get(name)]
+        for name, words in LABEL_WORDS.items():
+            if own.get(name) != usual.get(name):
+                parts.append(f"{own[name]} {words}")
         if getattr(self.attention, "value_start", None) is not None:
             parts.append(f"{self.attention.value_start} values")
         if self.window is not None:
@@ -106,9 +109,17 @@ class SequenceEncoder(TokenModel):
         if vocabulary is not None:
             number("vocabulary", vocabulary, Integral, 1)
         number("std", std, Real, 1e-6)
-        self.length, self.vocabulary, self.mean, self.std = length, vocabulary, mean, std
-        self.tokens = nn.Linear(1, c.dim) if vocabulary is None else nn.Embedding(vocabulary, c.dim)
-        self.positions = nn.Embedding(length, c.dim) if c.position_embedding else None
+        self.length = length
+        self.vocabulary = vocabulary
+        self.mean = mean
+        self.std = std
+        if vocabulary is None:
+            self.tokens = nn.Linear(1, c.dim)
+        else:
+            self.tokens = nn.Embedding(vocabulary, c.dim)
+        self.positions = None
+        if c.position_embedding:
+            self.positions = nn.Embedding(length, c.dim)
         self.encoder = Encoder(c)
 
     def start(self) -> None:
@@ -119,13 +130,13 @@ class SequenceEncoder(TokenModel):
             nn.init.normal_(self.positions.weight, std=0.02)
         self.optim_factors: dict[str, OptimFactors] = {}
         slow = OptimFactors(lr=c.memory_lr, weight_decay=0)
+        slow_kinds = (Decay, *NORMS.values(), *HEAD_NORMS.values())
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
-            own = [name for name, _ in module.named_parameters(recurse=False)]
-            if not isinstance(module, (Decay, *NORMS.values(), *HEAD_NORMS.values())):
-                own = [name for name in own if name in getattr(module, "memory", ())]
-            self.optim_factors |= dict.fromkeys((f"{path}.{name}" for name in own), slow)
+            for name, _ in module.named_parameters(recurse=False):
+                if isinstance(module, slow_kinds) or name in getattr(module, "memory", ()):
+                    self.optim_factors[f"{path}.{name}"] = slow
 
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with position embeddings adapted to this model.
@@ -134,13 +145,14 @@ class SequenceEncoder(TokenModel):
         """
         if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
             return super().adapt(weights, source)
-        counts = len(weights["positions.weight"]), self.longest
-        old, new = map(math.isqrt, counts)
-        if counts != (old**2, new**2):
+        positions = weights["positions.weight"]
+        old = math.isqrt(len(positions))
+        new = math.isqrt(self.longest)
+        if old**2 != len(positions) or new**2 != self.longest:
             return super().adapt(weights, source)
         if old == new:
             return weights
-        return {**weights, "positions.weight": interpolated(weights["positions.weight"], (old, old), (new, new))}
+        return {**weights, "positions.weight": interpolated(positions, (old, old), (new, new))}
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """Return uint8 pixels (..) normalised to mean 0 and standard deviation 1."""
@@ -148,7 +160,8 @@ class SequenceEncoder(TokenModel):
 
     def embed(self, inputs: Tensor) -> Tensor:
         if self.vocabulary is None and not inputs.is_floating_point():
-            return self.tokens(self.normalised(inputs)[..., None].to(self.tokens.weight.dtype))
+            pixels = self.normalised(inputs)[..., None]
+            return self.tokens(pixels.to(self.tokens.weight.dtype))
         return super().embed(inputs)
 
     def encode(self, inputs: Tensor, segments: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
@@ -163,29 +176,35 @@ class SequenceEncoder(TokenModel):
         Raises:
             ValueError: More tokens than position embeddings, or rows that the windows do not suit.
         """
-        whole, (inputs, layout) = inputs, self.laid_out(inputs, segments)
-        x = self.embed(inputs)
+        own, layout = self.laid_out(inputs, segments)
+        x = self.embed(own)
         if hidden is not None:
             x = self.hide(x, self.own(hidden))
         x = self.placed(x, layout.positions_of(x))
         if self.config.window is None:
             return layout.clean(self.encoder(x, layout))
         check_windows(segments)
-        if self.part is not None:  # windows as segments, which cross the borders of parts
-            number = torch.arange(whole.shape[1], device=x.device).expand(whole.shape[:2]) // self.config.window
-            valid = None if segments is None else valid_of(segments)
-            return layout.clean(self.encoder(x, Layout.of(whole, valid, number).split(whole, self.part)))
-        return layout.clean(self.in_windows(x, layout.valid))
+        if self.part is None:
+            return layout.clean(self.in_windows(x, layout.valid))
+        places = torch.arange(inputs.shape[1], device=x.device).expand(inputs.shape[:2])
+        valid = None
+        if segments is not None:
+            valid = valid_of(segments)
+        windows = Layout.of(inputs, valid, places // self.config.window)  # as segments, which cross borders of parts
+        return layout.clean(self.encoder(x, windows.split(inputs, self.part)))
 
     def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Run the encoder on each window of x (B, L, dim) as a separate row."""
-        batch, length, window = *x.shape[:2], min(self.config.window, x.shape[1])
+        batch, length, dim = x.shape
+        window = min(self.config.window, length)
         padding = -length % window
         if padding and valid is None:
             valid = torch.ones(batch, length, dtype=torch.bool, device=x.device)
-        x = F.pad(x, (0, 0, 0, padding)).view(-1, window, x.shape[-1])
-        valid = None if valid is None else F.pad(valid, (0, padding)).view(-1, window)
-        return self.encoder(x, Layout.of(x, valid=valid)).view(batch, -1, x.shape[-1])[:, :length]
+        x = F.pad(x, (0, 0, 0, padding)).view(-1, window, dim)
+        if valid is not None:
+            valid = F.pad(valid, (0, padding)).view(-1, window)
+        x = self.encoder(x, Layout.of(x, valid=valid))
+        return x.view(batch, -1, dim)[:, :length]
 
     def hide(self, x: Tensor, hidden: Tensor) -> Tensor:
         raise ValueError("hidden: only model 'lra_masked' takes masked inputs")
@@ -218,12 +237,13 @@ class LRA(SequenceEncoder):
     def __init__(self, config: LRAConfig, *, classes: int, parts: int = 1, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         number("parts", parts, Integral, 1, 2)
-        dim, self.parts, self.length = config.dim, parts, parts * self.length
-        self.head = (
-            nn.Linear(dim, classes)
-            if parts == 1
-            else nn.Sequential(nn.Linear(4 * dim, dim), nn.GELU("tanh"), nn.Linear(dim, classes))
-        )
+        self.parts = parts
+        self.length = parts * self.length
+        dim = config.dim
+        if parts == 1:
+            self.head = nn.Linear(dim, classes)
+        else:
+            self.head = nn.Sequential(nn.Linear(4 * dim, dim), nn.GELU("tanh"), nn.Linear(dim, classes))
         self.start()
 
     def forward(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -232,10 +252,15 @@ class LRA(SequenceEncoder):
         Raises:
             ValueError: Inputs of another shape.
         """
-        shape, pairs = tuple(inputs.shape), self.parts == 2
-        if len(shape) != 2 + pairs or (pairs and shape[1] != 2):
-            raise ValueError(f"inputs: expected {'(B, 2, L)' if pairs else '(B, L)'}, got {shape}")
-        return self.logits(self.pooled(inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2)))
+        shape = tuple(inputs.shape)
+        if self.parts == 1 and len(shape) != 2:
+            raise ValueError(f"inputs: expected (B, L), got {shape}")
+        if self.parts == 2 and (len(shape) != 3 or shape[1] != 2):
+            raise ValueError(f"inputs: expected (B, 2, L), got {shape}")
+        inputs = inputs.flatten(0, -2)
+        if segments is not None:
+            segments = segments.flatten(0, -2)
+        return self.logits(self.pooled(inputs, segments))
 
     def logits(self, pooled: Tensor) -> Tensor:
         """Map the means (B, dim) of sequences, or (2 B, dim) of the documents of pairs, to logits (B, classes)."""
@@ -247,7 +272,9 @@ class LRA(SequenceEncoder):
     def pooled(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
         """Return the mean (B, dim) over the valid tokens of inputs (B, L)."""
         total = self.total(self.encode(inputs, segments))
-        return total / (inputs.shape[1] if segments is None else valid_of(segments).sum(1, keepdim=True).clamp_min(1))
+        if segments is None:
+            return total / inputs.shape[1]
+        return total / valid_of(segments).sum(1, keepdim=True).clamp_min(1)
 
 
 @dataclass

@@ -21,7 +21,9 @@ class PatchedConfig(EncoderConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        c.patch_size = (c.patch_size, c.patch_size) if isinstance(c.patch_size, int) else tuple(c.patch_size)
+        if isinstance(c.patch_size, int):
+            c.patch_size = (c.patch_size, c.patch_size)
+        c.patch_size = tuple(c.patch_size)
         if min(c.patch_size) < 1:
             raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
         return c
@@ -41,6 +43,7 @@ def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
         if size % patch:
             near = str(nearest_divisor(patch, math.gcd(*image_size)))
             if image_size[0] != image_size[1]:
-                near += f", or {[nearest_divisor(*pair) for pair in zip(patch_size, image_size)]} (height, width)"
+                sides = [nearest_divisor(p, n) for p, n in zip(patch_size, image_size)]
+                near += f", or {sides} (height, width)"
             raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
     return tuple(size // patch for size, patch in zip(image_size, patch_size))

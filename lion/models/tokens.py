@@ -27,14 +27,18 @@ class TokenModel(Model):
     @property
     def longest(self) -> int | None:
         """The number of tokens of the longest row that the model accepts; None if there is no limit."""
-        return None if self.positions is None else self.positions.num_embeddings
+        if self.positions is None:
+            return None
+        return self.positions.num_embeddings
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
 
     def embed(self, inputs: Tensor) -> Tensor:
         """Return the embeddings (B, L, dim) of token ids (B, L); embeddings are returned unchanged."""
-        return inputs if inputs.is_floating_point() else self.tokens(inputs)
+        if inputs.is_floating_point():
+            return inputs
+        return self.tokens(inputs)
 
     def laid_out(self, inputs: Tensor, segments: Tensor | None = None) -> tuple[Tensor, Layout]:
         """Return the inputs that this process computes, of whole rows (B, L, ..), and their layout.
@@ -45,7 +49,9 @@ class TokenModel(Model):
         """
         self.check_inputs(inputs)
         layout = Layout.of(inputs, segments=segments)
-        return self.own(inputs), layout if self.part is None else layout.split(inputs, self.part)
+        if self.part is None:
+            return inputs, layout
+        return self.own(inputs), layout.split(inputs, self.part)
 
     def check_inputs(self, inputs: Tensor) -> None:
         """Check the shape of inputs, and the number of tokens of a row.
@@ -54,7 +60,8 @@ class TokenModel(Model):
             ValueError: Inputs of another shape, or more tokens than position embeddings.
         """
         check_dense("tokens", inputs)
-        if inputs.dim() != (3 if inputs.is_floating_point() or self.several_ids else 2):
+        dims = 3 if inputs.is_floating_point() or self.several_ids else 2
+        if inputs.dim() != dims:
             raise mismatch("tokens", "integers (B, L) or embeddings (B, L, dim)", inputs)
         length = inputs.shape[1]
         if self.longest is not None and length > self.longest:
@@ -81,7 +88,10 @@ class TokenModel(Model):
 
 def drop_biases(model: nn.Module, *kinds: type[nn.Module]) -> None:
     """Remove the biases of all modules of these kinds, except in decays."""
-    kept = {part for decay in model.modules() if isinstance(decay, Decay) for part in decay.modules()}
+    kept = set()
+    for decay in model.modules():
+        if isinstance(decay, Decay):
+            kept.update(decay.modules())
     for module in model.modules():
         if isinstance(module, kinds) and module not in kept:
             module.register_parameter("bias", None)

@@ -53,7 +53,8 @@ class ViTConfig(PatchedConfig):
         middle = c.cls_place == "middle"
         blind = not middle and all(c.attention.at(layer).direction == "forward" for layer in range(c.depth))
         if c.readout is None:
-            c.readout = "cls" if c.cls and (c.mixer == SOFTMAX or middle) and not blind else "mean"
+            by_cls = c.cls and (c.mixer == SOFTMAX or middle) and not blind
+            c.readout = "cls" if by_cls else "mean"
         if middle and (not c.cls or c.distilled or c.attention.scans != ROW_MAJOR):
             raise ValueError("cls_place 'middle' needs the cls token, one scan, and no distillation token")
         if c.readout == "cls" and not c.cls:
@@ -65,7 +66,10 @@ class ViTConfig(PatchedConfig):
         return c
 
     def label(self) -> str:
-        return f"{super().label()} distilled" if self.distilled else super().label()
+        label = super().label()
+        if self.distilled:
+            label += " distilled"
+        return label
 
 
 class ViT(ImageClassifier):
@@ -101,17 +105,28 @@ class ViT(ImageClassifier):
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
         self.optim_factors = undecayed("cls", "distill", "position")
         self.config = c = config.resolved()
-        self.patches = height, width = grid_of(image_size, c.patch_size)
+        self.patches = grid_of(image_size, c.patch_size)
+        height, width = self.patches
         special = int(c.cls) + int(c.distilled)
-        self.before = height * width // 2 if c.cls_place == "middle" else 0  # patches before the special tokens
         self.length = special + height * width
+        self.before = 0  # patches before the special tokens
+        if c.cls_place == "middle":
+            self.before = height * width // 2
         self.patch = nn.Conv2d(channels, c.dim, c.patch_size, c.patch_size)
-        self.cls = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.cls else None
-        self.distill = nn.Parameter(torch.zeros(1, 1, c.dim)) if c.distilled else None
-        self.position = nn.Parameter(torch.zeros(1, self.length, c.dim)) if c.position_embedding else None
+        self.cls = None
+        self.distill = None
+        self.position = None
+        if c.cls:
+            self.cls = nn.Parameter(torch.zeros(1, 1, c.dim))
+        if c.distilled:
+            self.distill = nn.Parameter(torch.zeros(1, 1, c.dim))
+        if c.position_embedding:
+            self.position = nn.Parameter(torch.zeros(1, self.length, c.dim))
         self.encoder = Encoder(c, self.patches)
         self.head = nn.Linear(c.dim, num_classes)
-        self.head_distill = nn.Linear(c.dim, num_classes) if c.distilled else None
+        self.head_distill = None
+        if c.distilled:
+            self.head_distill = nn.Linear(c.dim, num_classes)
         self.hold(partial(grid_constants, height, width, scans=c.attention.scans, special=special, before=self.before))
 
         INITS[c.init](self, c.init_std)
@@ -125,8 +140,9 @@ class ViT(ImageClassifier):
         return Layout(coords=self.coords, special=self.special, orders=self.orders)
 
     def scan_orders(self) -> dict[str, Tensor]:
-        orders = [] if self.orders is None else self.orders
-        return {name: self.coords[:, order] for name, order in zip(self.config.attention.scans, orders)}
+        if self.orders is None:
+            return {}
+        return {name: self.coords[:, order] for name, order in zip(self.config.attention.scans, self.orders)}
 
     def units(self) -> list[nn.Module]:
         return list(self.encoder.blocks)
@@ -139,20 +155,34 @@ class ViT(ImageClassifier):
         """
         images = self.normalised(images, self.patch.weight.dtype)
         x = self.patch(images).flatten(2).mT  # (B, H W, dim)
-        if special := [token.expand(x.shape[0], -1, -1) for token in (self.cls, self.distill) if token is not None]:
+        special = []
+        for token in (self.cls, self.distill):
+            if token is not None:
+                special.append(token.expand(x.shape[0], -1, -1))
+        if special:
             x = torch.cat([x[:, : self.before], *special, x[:, self.before :]], 1)
         if self.position is not None:
             x = x + self.position
         layout = self.layout
         if self.part is not None:
-            layout, x = layout.split(x, self.part), self.own(x).clone()  # a view would keep the whole rows in memory
-        x, by_cls = layout.clean(self.encoder(x, layout)), self.config.readout == "cls"
+            layout = layout.split(x, self.part)
+            x = self.own(x).clone()  # a view would keep the whole rows in memory
+        x = layout.clean(self.encoder(x, layout))
+        by_cls = self.config.readout == "cls"
         if self.distill is None:
-            return self.head(self.token(x, self.before) if by_cls else self.total(x) / self.length)
-        distilled, others = self.token(x, int(self.config.cls)), self.length - 1
-        own = self.token(x, 0) if by_cls else (self.total(x) - distilled) / others
-        both = self.head(own), self.head_distill(distilled)
-        return both if self.training else (both[0] + both[1]) / 2
+            if by_cls:
+                return self.head(self.token(x, self.before))
+            return self.head(self.total(x) / self.length)
+        distilled = self.token(x, int(self.config.cls))
+        if by_cls:
+            own = self.token(x, 0)
+        else:
+            own = (self.total(x) - distilled) / (self.length - 1)
+        logits = self.head(own)
+        distilled_logits = self.head_distill(distilled)
+        if self.training:
+            return logits, distilled_logits
+        return (logits + distilled_logits) / 2
 
     def check_split(self, count: int) -> None:
         self.encoder.check_split(count)
@@ -164,14 +194,19 @@ class ViT(ImageClassifier):
         """
         if self.position is None or source.position is None:
             return weights
-        roles, theirs = self.special_tokens(), source.special_tokens()
+        roles = self.special_tokens()
+        theirs = source.special_tokens()
         if (self.patches, self.before, roles) == (source.patches, source.before, theirs):
             return weights
         first, extra, last = source.position_parts(weights["position"])
-        own = self.position_parts(self.position.detach())[1]
         known = dict(zip(theirs, extra.split(1, 1)))
-        extra = torch.cat([own[:, :0], *(known.get(role, own[:, [i]]) for i, role in enumerate(roles))], 1)
-        places = interpolated(torch.cat([first, last], 1), source.patches, self.patches)
+        own = self.position_parts(self.position.detach())[1]
+        special = [own[:, :0]]
+        for i, role in enumerate(roles):
+            special.append(known.get(role, own[:, [i]]))
+        extra = torch.cat(special, 1)
+        patches = torch.cat([first, last], 1)
+        places = interpolated(patches, source.patches, self.patches)
         position = torch.cat([places[:, : self.before], extra, places[:, self.before :]], 1)
         return {**weights, "position": position}
 

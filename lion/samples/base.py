@@ -70,7 +70,11 @@ class Info(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that `from_dict` accepts."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        values = asdict(self)
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                values[name] = list(value)
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -130,4 +134,6 @@ class Info(ABC):
 
     def difference(self, name: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
         """Return (name, old value, new value) of a difference; None if a model of the old value fits the new one."""
-        return None if old == new else (name, old, new)
+        if old == new:
+            return None
+        return name, old, new

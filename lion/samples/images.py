@@ -32,8 +32,13 @@ class ImageInfo(Info):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        size, classes, mean, std = (tuple(values[name]) for name in ("size", "classes", "mean", "std"))
-        counts, colours, channels = (*size, values["channels"]), (*mean, *std), values["channels"]
+        size = tuple(values["size"])
+        classes = tuple(values["classes"])
+        mean = tuple(values["mean"])
+        std = tuple(values["std"])
+        channels = values["channels"]
+        counts = (*size, channels)
+        colours = mean + std
         if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError(f"expected height, width and channels above 0, got {counts}")
         if not len(mean) == len(std) == channels or not all(isinstance(x, (int, float)) for x in colours):
@@ -60,13 +65,18 @@ class ImageInfo(Info):
             return super().difference(name, old, new)
         if same_names(old, new):
             return None
-        odd = next((i for i, (a, b) in enumerate(zip(old or (), new)) if a != b), None)
-        return ("number of classes", len(old or ()), len(new)) if odd is None else (f"class {odd}", old[odd], new[odd])
+        old = old or ()
+        for i, (then, now) in enumerate(zip(old, new)):
+            if then != now:
+                return f"class {i}", then, now
+        return "number of classes", len(old), len(new)
 
 
 def evaluation_crop(data: Mapping[str, Any]) -> float | None:
     """Return `crop` of a run's `data` settings, or None if its evaluation resizes images and cuts nothing."""
-    return None if data.get("pad") else data.get("crop")
+    if data.get("pad"):
+        return None
+    return data.get("crop")
 
 
 def numbered(count: int) -> tuple[str, ...]:
@@ -76,4 +86,7 @@ def numbered(count: int) -> tuple[str, ...]:
 
 def same_names(old: Any, new: Any) -> bool:
     """Return whether two lists of classes are the same; a converted checkpoint may only number its classes."""
-    return old == new or (old == list(numbered(len(old or ()))) and len(old) == len(new or ()))
+    if old == new:
+        return True
+    unnamed = list(numbered(len(old or ())))
+    return old == unnamed and len(old) == len(new or ())

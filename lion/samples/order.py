@@ -40,7 +40,9 @@ class Shuffled(Order):
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
         places = torch.arange(positions.start, positions.stop, positions.step) // self.repeats
         key = derive(seed, epoch)
-        return (permutation(size, key)[places] if size <= MAX_STORED else permute(places, size, key)).tolist()
+        if size <= MAX_STORED:
+            return permutation(size, key)[places].tolist()
+        return permute(places, size, key).tolist()
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ class Drawn(Order):
 
     def samples(self, positions: range, *, size: int, seed: int, epoch: int) -> list[int]:
         places = torch.arange(positions.start, positions.stop, positions.step)
-        return (shift(mix(derive(seed, epoch) + (places + 1) * GOLDEN), 1) % size).tolist()
+        words = mix(derive(seed, epoch) + (places + 1) * GOLDEN)
+        return (shift(words, 1) % size).tolist()
 
 
 @functools.lru_cache(maxsize=2)  # the loader may be an epoch ahead
 def permutation(size: int, key: int) -> Tensor:
     """Return `range(size)` in a random order."""
-    return torch.randperm(size, generator=torch.Generator().manual_seed(key))
+    generator = torch.Generator().manual_seed(key)
+    return torch.randperm(size, generator=generator)
 
 
 def permute(places: Tensor, size: int, key: int) -> Tensor:
@@ -75,15 +79,17 @@ def permute(places: Tensor, size: int, key: int) -> Tensor:
     columns = math.isqrt(size - 1) + 1
     rows = -(-size // columns)
     keys = [derive(key, i) for i in range(ROUNDS)]
-
-    def network(x: Tensor) -> Tensor:
-        row, column = x // columns, x % columns
-        for first, second in zip(keys[::2], keys[1::2]):
-            row = (row + shift(mix(column ^ first), 1)) % rows
-            column = (column + shift(mix(row ^ second), 1)) % columns
-        return row * columns + column
-
-    found = network(places)
+    found = network(places, rows, columns, keys)
     while (outside := found >= size).any():
-        found[outside] = network(found[outside])
+        found[outside] = network(found[outside], rows, columns, keys)
     return found
+
+
+def network(x: Tensor, rows: int, columns: int, keys: list[int]) -> Tensor:
+    """Map cells x (B,) of a grid through the Feistel network of `permute`, which has a round for every key."""
+    row = x // columns
+    column = x % columns
+    for first, second in zip(keys[::2], keys[1::2]):
+        row = (row + shift(mix(column ^ first), 1)) % rows
+        column = (column + shift(mix(row ^ second), 1)) % columns
+    return row * columns + column

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 # SplitMix64 (Steele, Lea and Flood, 2014): a counter in steps of GOLDEN, and the two factors that mix it
-GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+FIRST = 0xBF58476D1CE4E5B9 - 2**64
+SECOND = 0x94D049BB133111EB - 2**64
 
 
 def derive(*parts: int | str) -> int:
     """Return a seed, 0 to 2**63 - 1, from numbers or names; similar inputs give unrelated seeds."""
-    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    name = ",".join(map(str, parts))
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -40,7 +43,8 @@ def uniform(keys: Tensor, n: int) -> Tensor:
     A row depends only on its key, which starts SplitMix64. The `key` of an evaluation batch is such a key.
     """
     steps = torch.arange(1, n + 1, device=keys.device) * GOLDEN
-    return shift(mix(keys[:, None] + steps), 40).float() * 2.0**-24
+    words = mix(keys[:, None] + steps)
+    return shift(words, 40).float() * 2.0**-24
 
 
 def normal(keys: Tensor, n: int) -> Tensor:

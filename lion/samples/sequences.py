@@ -21,6 +21,13 @@ def padded_length(longest: int, limit: int, shapes: int = SHAPES) -> int:
     return min(-(-longest // step) * step, limit)
 
 
+def inputs_of(vocabulary: int | None) -> str:
+    """Name the inputs of a model with this vocabulary."""
+    if vocabulary is None:
+        return "pixels"
+    return f"{vocabulary} ids"
+
+
 @dataclass(frozen=True)
 class SequenceInfo(Info):
     """Metadata of long sequences with a class each that models need.
@@ -51,7 +58,8 @@ class SequenceInfo(Info):
     alphabet: str | None = None
 
     def __post_init__(self) -> None:
-        counts = (self.classes, self.length, 1 if self.vocabulary is None else self.vocabulary)
+        vocabulary = 1 if self.vocabulary is None else self.vocabulary
+        counts = (self.classes, self.length, vocabulary)
         if not all(isinstance(n, int) and n > 0 for n in counts) or self.parts not in (1, 2):
             raise ValueError(
                 f"expected classes, length and vocabulary above 0 and parts 1 or 2, got {(*counts, self.parts)}"
@@ -77,8 +85,10 @@ class SequenceInfo(Info):
         Raises:
             ConfigError: The ids have another meaning.
         """
-        if then.get("vocabulary") != self.vocabulary:
-            old, new = ("pixels" if n is None else f"{n} ids" for n in (then.get("vocabulary"), self.vocabulary))
+        vocabulary = then.get("vocabulary")
+        if vocabulary != self.vocabulary:
+            old = inputs_of(vocabulary)
+            new = inputs_of(self.vocabulary)
             raise ConfigError(f"{whose} was trained on other inputs: they were {old}, and are {new} now")
         if then.get("alphabet") != self.alphabet:
             raise ConfigError(

@@ -46,19 +46,28 @@ class TextInfo(Info):
             ConfigError: The tokenizer does not have this token.
         """
         if name not in self.special:
-            has = f"it has {', '.join(self.special)}" if self.special else "it has no special tokens"
+            has = "it has no special tokens"
+            if self.special:
+                has = f"it has {', '.join(self.special)}"
             raise ConfigError(f"tokenizer {self.tokenizer!r} has no token {name!r}, {has}")
         return self.special[name]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        vocabulary, length, special = values["vocabulary"], values["length"], dict(values["special"])
-        counts, names = (vocabulary, length), (values["tokenizer"], values["fingerprint"])
-        if not all(isinstance(n, int) and n > 0 for n in counts) or not all(isinstance(n, str) for n in names):
-            raise ValueError(f"expected vocabulary, length, tokenizer and fingerprint, got {(*counts, *names)}")
-        if not all(name in SPECIAL and isinstance(i, int) and 0 <= i < vocabulary for name, i in special.items()):
-            raise ValueError(f"expected ids of special tokens, got {special}")
-        return cls(vocabulary, length, *names, special)
+        vocabulary = values["vocabulary"]
+        length = values["length"]
+        special = dict(values["special"])
+        tokenizer = values["tokenizer"]
+        fingerprint = values["fingerprint"]
+        counted = all(isinstance(n, int) and n > 0 for n in (vocabulary, length))
+        named = isinstance(tokenizer, str) and isinstance(fingerprint, str)
+        if not counted or not named:
+            got = (vocabulary, length, tokenizer, fingerprint)
+            raise ValueError(f"expected vocabulary, length, tokenizer and fingerprint, got {got}")
+        for name, i in special.items():
+            if name not in SPECIAL or not isinstance(i, int) or not 0 <= i < vocabulary:
+                raise ValueError(f"expected ids of special tokens, got {special}")
+        return cls(vocabulary, length, tokenizer, fingerprint, special)
 
     @property
     def sample_size(self) -> int:
@@ -84,13 +93,17 @@ class TextInfo(Info):
             ConfigError: The vocabulary differs.
         """
         if not self.shares_ids(then):
-            old, new = (
-                f"{d.get('tokenizer')!r} ({d.get('vocabulary')} ids, fingerprint {str(d.get('fingerprint'))[:12]})"
-                for d in (then, self.to_dict())
-            )
+            old = tokenizer_of(then)
+            new = tokenizer_of(self.to_dict())
             raise OtherVocabulary(
                 f"{whose} was trained with another vocabulary: its tokenizer was {old}, and is {new} now"
             )
+
+
+def tokenizer_of(values: dict[str, Any]) -> str:
+    """Describe the tokenizer of the result of `to_dict`."""
+    fingerprint = str(values.get("fingerprint"))[:12]
+    return f"{values.get('tokenizer')!r} ({values.get('vocabulary')} ids, fingerprint {fingerprint})"
 
 
 @dataclass(frozen=True)
@@ -121,5 +134,6 @@ class LabelledTextInfo(TextInfo):
     def check_same(self, whose: str, then: dict[str, Any]) -> None:
         super().check_same(whose, then)
         if not self.shares_heads(then):
-            old, new = (", ".join(names or ()) or "numbers" for names in (then.get("classes"), self.classes))
+            old = ", ".join(then.get("classes") or ()) or "numbers"
+            new = ", ".join(self.classes) or "numbers"
             raise ConfigError(f"{whose} was trained on other labels: they were {old}, and are {new} now")

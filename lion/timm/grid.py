@@ -40,21 +40,24 @@ class Grid(Constants):
 
     def __init__(self, size: tuple[int, int], prefix: int, scans: Sequence[str]) -> None:
         super().__init__()
-        self.prefix, self.scans = prefix, scans
+        self.prefix = prefix
+        self.scans = scans
         self.resize(size)
 
     def resize(self, size: tuple[int, int]) -> None:
         """Place the tokens of images with another number of patches, (height, width)."""
         self.size = tuple(size)
-        self.hold(partial(grid_constants, *size, scans=self.scans, special=self.prefix))
+        height, width = self.size
+        self.hold(partial(grid_constants, height, width, scans=self.scans, special=self.prefix))
 
     def reset_parameters(self) -> None:
         self.remake(self.coords.device)
 
     def layout_of(self, size: tuple[int, int]) -> Layout:
         """Return the layout of images with another number of patches, (height, width)."""
+        height, width = size
         with torch.device(self.coords.device):
-            return grid_layout(*size, self.scans, self.prefix)
+            return grid_layout(height, width, self.scans, self.prefix)
 
     def forward(self) -> Layout:
         return Layout(coords=self.coords, special=self.special, orders=self.orders)
@@ -64,7 +67,9 @@ class Grid(Constants):
 def copy_own(source: nn.Module, target: nn.Module) -> None:
     """Copy all parameters and buffers of a module to a module with the same parts, except those of linear layers."""
     for path, part in source.named_modules():
-        if not isinstance(part, nn.Linear):
-            for name, value in {**part._parameters, **part._buffers}.items():
-                if value is not None:
-                    getattr(target.get_submodule(path), name).copy_(value)
+        if isinstance(part, nn.Linear):
+            continue
+        copy = target.get_submodule(path)
+        for name, value in {**part._parameters, **part._buffers}.items():
+            if value is not None:
+                getattr(copy, name).copy_(value)

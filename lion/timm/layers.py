@@ -43,7 +43,7 @@ class TimmAttention(Layer):
     """
 
     name: ClassVar[str]  # an entry of `LINEAR`
-    settings: ClassVar[dict[str, Any]]  # of `AttentionConfig`
+    given: ClassVar[dict[str, Any]]  # settings of `AttentionConfig`
     place: Grid | None
     causal_twin: TimmAttention | None
 
@@ -65,10 +65,15 @@ class TimmAttention(Layer):
             raise ValueError("scale_norm: use the setting out_norm, as in lion.timm.attention(.., out_norm='rmsnorm')")
         if qk_norm and norm_layer is None:
             raise ValueError("qk_norm: needs norm_layer")
-        more = {"qkv_bias": qkv_bias, "score_dropout": attn_drop}
+        settings = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.given}
         with torch.device(device or torch.get_default_device()):
-            super().__init__(dim, num_heads, self.name, **{**more, **self.settings})
-            self.q_norm, self.k_norm = (norm_layer(self.head_dim) if qk_norm else nn.Identity() for _ in range(2))
+            super().__init__(dim, num_heads, self.name, **settings)
+            if qk_norm:
+                self.q_norm = norm_layer(self.head_dim)
+                self.k_norm = norm_layer(self.head_dim)
+            else:
+                self.q_norm = nn.Identity()
+                self.k_norm = nn.Identity()
         if not proj_bias:
             self.proj.register_parameter("bias", None)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -76,9 +81,21 @@ class TimmAttention(Layer):
         self.to(dtype=dtype)
         twin = None
         if self.config.direction == "both":
-            kind = attention(self.name, **{**self.settings, "direction": "forward"})
-            given = (dim, num_heads, qkv_bias, qk_norm, scale_norm, proj_bias, attn_drop, proj_drop, norm_layer)
-            twin = borrower(kind(*given, device="meta"), self, SHARED)
+            forward = {**self.given, "direction": "forward"}
+            kind = attention(self.name, **forward)
+            twin = kind(
+                dim,
+                num_heads,
+                qkv_bias,
+                qk_norm,
+                scale_norm,
+                proj_bias,
+                attn_drop,
+                proj_drop,
+                norm_layer,
+                device="meta",
+            )
+            twin = borrower(twin, self, SHARED)
         self.__dict__["causal_twin"] = twin  # without weights of its own, and not registered as a module
 
     def forward(self, x: Tensor, attn_mask: Tensor | Placed | None = None, is_causal: bool = False) -> Tensor:
@@ -97,16 +114,21 @@ class TimmAttention(Layer):
         """
         if is_causal and self.config.direction != "forward":
             return self.causally(x, attn_mask)
-        layout = PLAIN if self.place is None else self.place()
+        layout = PLAIN
+        if self.place is not None:
+            layout = self.place()
         if isinstance(attn_mask, Placed):
-            attn_mask, layout = attn_mask
+            layout = attn_mask.layout
+            attn_mask = attn_mask.mask
         if attn_mask is not None:
             layout = layout.masked(x, keys_of(attn_mask, x))
         return self.proj_drop(super().forward(x, layout))
 
     def read(self, x: Tensor, windows: Windows) -> Inputs:
         inputs = super().read(x, windows)
-        return inputs._replace(q=self.q_norm(inputs.q), k=self.k_norm(inputs.k))
+        q = self.q_norm(inputs.q)
+        k = self.k_norm(inputs.k)
+        return inputs._replace(q=q, k=k)
 
     def causally(self, x: Tensor, attn_mask: Tensor | Placed | None) -> Tensor:
         """Mix tokens x (B, L, dim) in direction "forward", with the same parameters.
@@ -115,9 +137,10 @@ class TimmAttention(Layer):
             ValueError: The layer has direction "backward", several scans, a norm over tokens, or new parameters in a
                 part that is not in `SHARED`.
         """
-        if self.config.direction == "backward" or len(self.config.scans) > 1:
-            what = "direction 'backward'" if self.config.direction == "backward" else "several scans"
-            raise ValueError(f"is_causal: not available with {what}")
+        if self.config.direction == "backward":
+            raise ValueError("is_causal: not available with direction 'backward'")
+        if len(self.config.scans) > 1:
+            raise ValueError("is_causal: not available with several scans")
         self.causal_twin.check_causal()
         if not borrows(self.causal_twin, self, SHARED):  # a part was replaced, or this is a copy of `DataParallel`
             self.__dict__["causal_twin"] = borrower(self.causal_twin, self, SHARED)
@@ -140,11 +163,12 @@ class TimmAttention(Layer):
     def reset_parameters(self) -> None:
         """Initialise all parameters, except those of linear layers, which timm initialises."""
         with torch.device(self.qkv.weight.device):
-            copy_own(type(self)(self.qkv.in_features, self.num_heads, self.qkv.bias is not None), self)
+            new = type(self)(self.qkv.in_features, self.num_heads, self.qkv.bias is not None)
+            copy_own(new, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""
-        return new_layer, (self.name, self.settings), self.__dict__
+        return new_layer, (self.name, self.given), self.__dict__
 
 
 def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path: str = "") -> nn.Module:
@@ -157,10 +181,10 @@ def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path
     made.__dict__ = {**vars(twin), "_parameters": own._parameters, "_buffers": own._buffers, "_modules": {}}
     made._modules.update(twin._modules)
     for kind in ("_parameters", "_buffers", "_modules"):
-        added = [name for name in vars(own)[kind] if name not in vars(twin)[kind]]
-        if added:
-            where = f"{path}{added[0]}"
-            raise ValueError(f"is_causal: {where} was added; adapters are available in {', '.join(SHARED)} alone")
+        for name in vars(own)[kind]:
+            if name not in vars(twin)[kind]:
+                where = f"{path}{name}"
+                raise ValueError(f"is_causal: {where} was added; adapters are available in {', '.join(SHARED)} alone")
     for name, part in own._modules.items():
         if name in shared or part is None:
             made._modules[name] = part
@@ -208,15 +232,19 @@ def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
         raise ValueError(f"mixer: expected a linear mixer, {', '.join(LINEAR)}; got {mixer!r}")
     if mixer not in LINEAR:
         raise ValueError(f"mixer: unknown linear mixer {mixer!r}, {nearest(mixer, LINEAR)}")
-    hashable = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    return made(mixer, tuple(sorted(hashable.items())))
+    for name, value in settings.items():
+        if isinstance(value, list):
+            settings[name] = tuple(value)
+    return made(mixer, tuple(sorted(settings.items())))
 
 
 @cache
 def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttention]:
     layer = MIXERS[mixer].layer
-    bases = (TimmAttention,) if layer is Layer else (TimmAttention, layer)
-    return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
+    bases = (TimmAttention, layer)
+    if layer is Layer:
+        bases = (TimmAttention,)
+    return type(layer.__name__, bases, {"name": mixer, "given": dict(settings)})
 
 
 LionAttention = attention("lion_s")
@@ -241,12 +269,14 @@ def keys_of(mask: Tensor, x: Tensor) -> Tensor:
         )
     pairs = mask[:, 0].expand(batch, -1, -1)
     if mask.dtype != torch.bool:
-        pairs, added = pairs == 0, pairs
-        check((pairs | (added <= torch.finfo(mask.dtype).min)).all(), "a bias of scores")
+        hidden = pairs <= torch.finfo(mask.dtype).min
+        pairs = pairs == 0
+        check((pairs | hidden).all(), "a bias of scores")
     keys = pairs.any(1)
     if mask.shape[2] > 1:
+        same = pairs == keys[:, None]
         empty = ~keys[:, :, None] & ~pairs.any(2, keepdim=True)
-        check(((pairs == keys[:, None]) | empty).all(), "different keys for different queries")
+        check((same | empty).all(), "different keys for different queries")
     return keys
 
 

@@ -47,8 +47,9 @@ class GridTPE(TPE):
         return super().forward(x, self.place.layout_of(size), grid=size)
 
     def reset_parameters(self) -> None:
+        _, dim, states = self.weight.shape
         with torch.device(self.weight.device):
-            copy_own(TPE(*self.weight.shape[1:], self.grid), self)
+            copy_own(TPE(dim, states, self.grid), self)
 
 
 class Glu(GluMlp):
@@ -94,12 +95,17 @@ class LionVisionTransformer(VisionTransformer):
         if settings.get("patch_drop_rate"):
             raise ValueError("patch_drop_rate: not available, because patches that are removed leave no grid; use 0")
         super().__init__(*args, **settings)
-        weight, layers = self.patch_embed.proj.weight, [m for m in self.modules() if isinstance(m, TimmAttention)]
-        scans = layers[0].config.scans if layers else ROW_MAJOR
+        layers = [m for m in self.modules() if isinstance(m, TimmAttention)]
         self.linear = bool(layers)
+        scans = ROW_MAJOR
+        if layers:
+            scans = layers[0].config.scans
+        weight = self.patch_embed.proj.weight
         with torch.device(weight.device):
             self.place = Grid(self.patch_embed.grid_size, self.num_prefix_tokens, scans)
-            self.tpe = GridTPE(self.embed_dim, tpe, self.place).to(weight.dtype) if tpe else None
+            self.tpe = None
+            if tpe:
+                self.tpe = GridTPE(self.embed_dim, tpe, self.place).to(weight.dtype)
         for layer in layers:
             layer.put(self.place)
 
@@ -116,31 +122,41 @@ class LionVisionTransformer(VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Add prefix tokens, position embeddings and MD-TPE, as far as the model has them, to patches x."""
-        size = tuple(x.shape[1:3]) if self.dynamic_img_size else None  # x: (B, height, width, dim)
-        x = super()._pos_embed(x)
-        return x if self.tpe is None else self.tpe(x, size)
+        if self.tpe is None:
+            return super()._pos_embed(x)
+        size = None
+        if self.dynamic_img_size:
+            size = tuple(x.shape[1:3])  # x: (B, height, width, dim)
+        return self.tpe(super()._pos_embed(x), size)
 
     def placed(self, images: Tensor, mask: Tensor | None) -> Tensor | Placed | None:
         """Return the mask of a call, with the layout of its tokens if the images do not have the size of the model."""
         if not self.dynamic_img_size or not self.linear:
             return mask
         size = tuple(self.patch_embed.dynamic_feat_size(images.shape[-2:]))
-        return mask if size == self.place.size else Placed(mask, self.place.layout_of(size))
+        if size == self.place.size:
+            return mask
+        return Placed(mask, self.place.layout_of(size))
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         mask = self.placed(x, attn_mask)
         if mask is attn_mask or attn_mask is not None or is_causal or not self.grad_checkpointing:
             return super().forward_features(x, mask, is_causal)
-        x = self.norm_pre(self._pos_embed(self.patch_embed(x)))
+        x = self._pos_embed(self.patch_embed(x))
+        x = self.norm_pre(x)
         blocks = [partial(block, attn_mask=mask) for block in self.blocks]
         return self.norm(checkpoint_seq(blocks, x))
 
     def forward_intermediates(self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, **settings: Any) -> Any:
-        return super().forward_intermediates(x, *args, attn_mask=self.placed(x, attn_mask), **settings)
+        mask = self.placed(x, attn_mask)
+        return super().forward_intermediates(x, *args, attn_mask=mask, **settings)
 
     def no_weight_decay(self) -> set[str]:
-        ours = {name for name, factor in optim_factors(self).items() if not factor.weight_decay}
-        return super().no_weight_decay() | ours
+        names = set(super().no_weight_decay())
+        for name, factor in optim_factors(self).items():
+            if not factor.weight_decay:
+                names.add(name)
+        return names
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         groups = super().group_matcher(coarse)
@@ -161,7 +177,7 @@ def arguments(config: ViTConfig) -> dict[str, Any]:
         (c.mlp not in MLPS, "mlp", c.mlp),
         (over_tokens(c.norm), "norm", c.norm),
         (c.attention.direction == ALTERNATING, "attention.direction", c.attention.direction),
-        (c.mixer not in (SOFTMAX, *LINEAR), "mixer", c.mixer),
+        (c.mixer != SOFTMAX and c.mixer not in LINEAR, "mixer", c.mixer),
     ):
         if found:
             raise ValueError(f"{key}: timm's VisionTransformer has no place for {value!r}")
@@ -193,9 +209,12 @@ def attn_layer(config: ViTConfig) -> type[nn.Module]:
     Raises:
         ValueError: Settings of softmax attention that timm's layer does not have.
     """
-    found, usual = config.resolved().attention, resolve_mixer(config.mixer, type(config.attention)())
-    settings = {key: value for key, value in vars(found).items() if value != getattr(usual, key)}
-    settings = {key: value for key, value in settings.items() if key not in ("qkv_bias", "score_dropout")}
+    found = config.resolved().attention
+    usual = resolve_mixer(config.mixer, type(config.attention)())
+    settings = {}
+    for key, value in vars(found).items():
+        if key not in ("qkv_bias", "score_dropout") and value != getattr(usual, key):
+            settings[key] = value
     if config.mixer != SOFTMAX:
         return attention(config.mixer, **settings)
     if settings:
@@ -215,13 +234,14 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of `vit_lion_VARIANTtiny_patch16_224`
     "lightnet_": {"mixer": "lightnet", **LIGHTNET},
 }
 SIZES = {"tiny": (192, 3, 6), "small": (384, 6, 16), "base": (768, 12, 16)}  # width, heads of DeiT, heads of LightNet
-CONFIGS = {
-    f"vit_lion_{variant}{size}_patch16_224": ViTConfig(
-        dim=dim, depth=12, num_heads=lightnet if variant == "lightnet_" else deit, **settings
-    )
-    for variant, settings in VARIANTS.items()
-    for size, (dim, deit, lightnet) in SIZES.items()
-}
+CONFIGS = {}
+for variant, settings in VARIANTS.items():
+    for size, (dim, deit, lightnet) in SIZES.items():
+        heads = deit
+        if variant == "lightnet_":
+            heads = lightnet
+        name = f"vit_lion_{variant}{size}_patch16_224"
+        CONFIGS[name] = ViTConfig(dim=dim, depth=12, num_heads=heads, **settings)
 SOURCES = {"lightnet": {"paper_ids": "arXiv:2405.21022", "paper_name": "LightNet"}}
 
 
@@ -266,9 +286,11 @@ def entrypoint(name: str) -> Callable[..., nn.Module]:
     """Return the function that builds a registered model."""
 
     def model(pretrained: bool = False, **settings: Any) -> nn.Module:
-        return build(name, pretrained, **{**arguments(CONFIGS[name]), **settings})
+        settings = {**arguments(CONFIGS[name]), **settings}
+        return build(name, pretrained, **settings)
 
-    model.__name__ = model.__qualname__ = name
+    model.__name__ = name
+    model.__qualname__ = name
     return model
 
 

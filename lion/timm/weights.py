@@ -47,15 +47,17 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
         ConfigError: There is no such run, or its model has no place in timm's `VisionTransformer`.
     """
     loaded = open_run(run, checkpoint=checkpoint, ema=ema)
-    ours, config = loaded.model, loaded.recipe.model
+    ours = loaded.model
+    config = loaded.recipe.model
     if not isinstance(ours, ViT):
         raise ConfigError(f"{loaded.folder}: a run of model {config.name!r}, expected 'vit'")
     try:
         settings = arguments(config)
     except ValueError as error:
         raise ConfigError(f"{loaded.folder}: model.{error}") from None
-    channels, *size = ours.image_shape
-    classes, crop = len(ours.classes), evaluation_crop(loaded.recipe.data)
+    channels, height, width = ours.image_shape
+    classes = len(ours.classes)
+    crop = evaluation_crop(loaded.recipe.data)
     cfg = pretrained_cfg(
         config.mixer,
         num_classes=classes,
@@ -66,7 +68,7 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
         std=tuple(ours.std.flatten().tolist()),
         label_names=ours.classes,
     )
-    settings |= {"img_size": tuple(size), "in_chans": channels, "num_classes": classes}
+    settings |= {"img_size": (height, width), "in_chans": channels, "num_classes": classes}
     model = build("vit_lion", pretrained_cfg=cfg, **settings)
     model.load_state_dict(timm_weights(ours.state_dict()))
     return model.eval()

@@ -85,13 +85,18 @@ def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | Non
     if not found:
         raise ValueError(f"add_decays: {type(model).__name__} has no module of the class {kind.__name__}")
     prefix = f"{model.base_model_prefix}."
-    saved = {} if folder is None else saved_decays(Path(folder))
-    saved = {name.removeprefix(prefix): a for name, a in saved.items()}
+    saved = {}
+    if folder is not None:
+        for name, a in saved_decays(Path(folder)).items():
+            saved[name.removeprefix(prefix)] = a
     for name, module in found.items():
-        shape = (getattr(module, "config", model.config).num_attention_heads,)  # models of two towers have two configs
-        a = torch.randn(shape) if folder is None else saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
-        if a is None or a.shape != shape:
-            raise ValueError(f"add_decays: {folder} does not have {shape[0]} decays for {name}")
+        heads = getattr(module, "config", model.config).num_attention_heads  # models of two towers have two configs
+        if folder is None:
+            a = torch.randn(heads)
+        else:
+            a = saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
+        if a is None or a.shape != (heads,):
+            raise ValueError(f"add_decays: {folder} does not have {heads} decays for {name}")
         module.register_parameter(DECAY, nn.Parameter(a.to(model.device)))
 
 
@@ -100,7 +105,9 @@ def saved_decays(folder: Path) -> dict[str, Tensor]:
     saved = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            saved |= {name: file.get_tensor(name) for name in file.keys() if name.endswith(f".{DECAY}")}
+            for name in file.keys():
+                if name.endswith(f".{DECAY}"):
+                    saved[name] = file.get_tensor(name)
     return saved
 
 
@@ -134,17 +141,22 @@ def attention(
             f"{tuple(attention_mask.shape)}; a mask of pairs of tokens cannot be expressed"
         )
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        direction = "forward" if causal else "both"
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        direction = "forward" if is_causal else "both"
     else:
         direction = DIRECTIONS[attention_mask.dtype]
-    queries, tokens = query.shape[2], key.shape[2]
+    queries = query.shape[2]
+    tokens = key.shape[2]
     if crosses(module, direction) or queries > tokens or (queries != tokens and direction == "both"):
         raise ValueError(f"{name}: {type(module).__name__}: {CROSS}")
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
     mixer = linear_mixers()[name]
-    convention = mixer.decay_convention if direction == "both" else mixer.causal_decay_convention
+    convention = mixer.decay_convention
+    if direction == "forward":
+        convention = mixer.causal_decay_convention
     settings = Settings(
         form="auto",
         direction=direction,
@@ -153,8 +165,9 @@ def attention(
         decay_convention=convention,
         dropout_p=dropout,
     )
+    log_decay = decays(name, module)
     over = last_rows if queries < tokens else linear_attention
-    y = over(query, key, value, decays(name, module), segments=attention_mask, settings=settings)
+    y = over(query, key, value, log_decay, segments=attention_mask, settings=settings)
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -165,25 +178,29 @@ def last_rows(
 
     The scores are L x T. Otherwise the arguments are those of `linear_attention`; a decay is one number for each head.
     """
-    queries, tokens = q.shape[2], k.shape[2]
+    queries = q.shape[2]
+    tokens = k.shape[2]
     places = torch.arange(tokens, device=q.device)
     distance = places[tokens - queries :, None] - places
     hidden = distance < 0
     if segments is not None:
-        own, padding = segments[:, tokens - queries :, None], segments < 0
+        own = segments[:, tokens - queries :, None]
+        padding = segments < 0
         places = (~padding).cumsum(1)[:, None]  # (B, 1, T): padding has no decay
         distance = places[..., tokens - queries :, None] - places[..., None, :]
         hidden = (hidden | (own != segments[:, None]) | padding[:, None])[:, None]  # (B, 1, L, T)
-        k, v = (x.masked_fill(padding[:, None, :, None], 0) for x in (k, v))  # padding may hold NaN
+        k = k.masked_fill(padding[:, None, :, None], 0)  # padding may hold NaN
+        v = v.masked_fill(padding[:, None, :, None], 0)
         q = q.masked_fill((own < 0)[:, None], 0)
     with no_autocast(q):
-        q, k = (apply_feature_map(settings.feature_map, x) for x in (q, k))
+        q = apply_feature_map(settings.feature_map, q)
+        k = apply_feature_map(settings.feature_map, k)
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
         if log_decay is not None:
             scores = scores * (log_decay[:, None, None] * distance.clamp_min(0)).exp()
         weights = scores.masked_fill(hidden, 0)
-        summed = v.to(sum_dtype(v))
-        return normalized(weighted_sum(weights, summed, settings), settings, q.shape[-1]).to(v.dtype)
+        sums = weighted_sum(weights, v.to(sum_dtype(v)), settings)
+        return normalized(sums, settings, q.shape[-1]).to(v.dtype)
 
 
 def crosses(module: nn.Module, direction: str) -> bool:
@@ -234,7 +251,9 @@ def segments_mask(
     """
     if not torch.compiler.is_compiling() and type(config) in MODEL_MAPPING:
         kinds = MODEL_MAPPING[type(config)]
-        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        if not isinstance(kinds, tuple):
+            kinds = (kinds,)
+        for kind in kinds:
             check_class(kind)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,24 +123,30 @@ class LionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialize all weights and buffers that no checkpoint has set, with those of a new model."""
-        tensors = {
-            name: x
-            for path, part in self.model.named_modules()
-            if not initialized(part)
-            for name, x in (*part.named_parameters(path, recurse=False), *part.named_buffers(path, recurse=False))
-            if not initialized(x)
-        }
+        tensors = {}
+        for path, part in self.model.named_modules():
+            if initialized(part):
+                continue
+            own = dict(part.named_parameters(path, recurse=False))
+            own |= part.named_buffers(path, recurse=False)
+            tensors |= {name: x for name, x in own.items() if not initialized(x)}
         super().initialize_weights()
         for part in self.model.modules():
             if isinstance(part, Constants) and part.on_meta:
                 device = like(self.model).device
-                part.remake(torch.device("cpu") if device.type == "meta" else device)
+                if device.type == "meta":
+                    device = torch.device("cpu")
+                part.remake(device)
         if not tensors:
             return
-        random = any(isinstance(x, nn.Parameter) for x in tensors.values())
-        with nullcontext() if random else initialization.no_init_weights():
+        if any(isinstance(x, nn.Parameter) for x in tensors.values()):
             new = self.build()
-        for name, value in [*new.named_parameters(), *new.named_buffers()]:
+        else:
+            with initialization.no_init_weights():
+                new = self.build()
+        values = dict(new.named_parameters())
+        values |= new.named_buffers()
+        for name, value in values.items():
             if name in tensors:
                 tensors[name].copy_(value)
 

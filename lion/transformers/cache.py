@@ -26,7 +26,9 @@ class LionCache(Cache):
         self.seen = 0
 
     def __len__(self) -> int:
-        return 0 if self.state is None else len(self.state.blocks)
+        if self.state is None:
+            return 0
+        return len(self.state.blocks)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -41,7 +43,9 @@ class LionCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else len(self.state.position)
+        if self.state is None:
+            return -1
+        return len(self.state.position)
 
     @property
     def is_initialized(self) -> bool:
@@ -61,7 +65,8 @@ class LionCache(Cache):
         self.update_rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def reset(self) -> None:
-        self.state, self.seen = None, 0
+        self.state = None
+        self.seen = 0
 
     @property
     def is_croppable(self) -> bool:
@@ -73,4 +78,6 @@ class LionCache(Cache):
 
 def cache_of(output: Any) -> LionCache | None:
     """Return the cache of the output of a model."""
-    return output.cache if hasattr(output, "cache") else output.past_key_values
+    if hasattr(output, "cache"):
+        return output.cache
+    return output.past_key_values

@@ -61,7 +61,8 @@ class LionForSequenceClassification(LionTextModel):
     model: BertClassifier | GPTClassifier | LRA
 
     def build(self) -> BertClassifier | GPTClassifier | LRA:
-        settings, outputs = self.settings(), self.config.num_labels
+        settings = self.settings()
+        outputs = self.config.num_labels
         if settings.name == "lra":
             return LRA(settings, classes=outputs, parts=self.config.parts, **self.sequence_sizes)
         kind = {"bert_classifier": BertClassifier, "gpt": GPTClassifier}[settings.name]
@@ -88,19 +89,27 @@ class LionForSequenceClassification(LionTextModel):
         pair = isinstance(self.model, LRA) and self.model.parts == 2
         for name, x, rank in (("input_ids", input_ids, 2), ("inputs_embeds", inputs_embeds, 3)):
             if x is not None and (x.dim() != rank + pair or (pair and x.shape[1] != 2)):
-                shape = ["B", *["2"] * pair, "L", "dim"][: rank + pair]
-                raise ValueError(f"{name}: expected ({', '.join(shape)}), got {tuple(x.shape)}")
-        rows, embeds, mask = (
-            None if x is None else x.flatten(0, last)
-            for x, last in ((input_ids, -2), (inputs_embeds, -3), (attention_mask, -2))
+                shape = "B, 2, L" if pair else "B, L"
+                if rank == 3:
+                    shape += ", dim"
+                raise ValueError(f"{name}: expected ({shape}), got {tuple(x.shape)}")
+        if input_ids is not None:
+            input_ids = input_ids.flatten(0, -2)
+        if inputs_embeds is not None:
+            inputs_embeds = inputs_embeds.flatten(0, -3)
+        if attention_mask is not None:
+            attention_mask = attention_mask.flatten(0, -2)
+        found = self.encode(
+            input_ids, attention_mask, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds, **kwargs
         )
-        found = self.encode(rows, mask, token_type_ids=token_type_ids, inputs_embeds=embeds, **kwargs)
         x = found.last_hidden_state
-        valid, pad = valid_of(mask, tuple(x.shape[:2])), self.config.pad_token_id
-        if valid is None and isinstance(self.model, GPTClassifier) and rows is not None and pad is not None:
-            valid = rows != pad  # as in the GPT-2 of transformers
+        valid = valid_of(attention_mask, tuple(x.shape[:2]))
+        pad = self.config.pad_token_id
+        if valid is None and isinstance(self.model, GPTClassifier) and input_ids is not None and pad is not None:
+            valid = input_ids != pad  # as in the GPT-2 of transformers
         pooled = POOLED[type(self.model)](x, valid)
-        logits, loss = self.model.logits(pooled), None
+        logits = self.model.logits(pooled)
+        loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
             loss = share_of_batch(loss, labels, self.config, kwargs.get("num_items_in_batch"))
@@ -114,7 +123,8 @@ class LionForTokenClassification(LionTextModel):
     model: BertTokenClassifier | TokenClassifier
 
     def build(self) -> BertTokenClassifier | TokenClassifier:
-        settings, outputs = self.settings(), self.config.num_labels
+        settings = self.settings()
+        outputs = self.config.num_labels
         if settings.name == "bert":
             return BertTokenClassifier(settings, outputs=outputs, **self.sizes)
         return TokenClassifier(settings, classes=outputs, **self.sizes)
@@ -139,7 +149,8 @@ class LionForTokenClassification(LionTextModel):
         found = self.encode(
             input_ids, attention_mask, token_type_ids=token_type_ids, inputs_embeds=inputs_embeds, **kwargs
         )
-        logits, loss = self.model.logits(found.last_hidden_state), None
+        logits = self.model.logits(found.last_hidden_state)
+        loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(loss, logits, found.hidden_states)
@@ -149,19 +160,23 @@ def first_of(x: Tensor, valid: Tensor | None) -> Tensor:
     """Return the first valid token (B, dim) of each row of x (B, L, dim)."""
     if valid is None:
         return x[:, 0]
-    return token_at(x, (~valid).long().cummin(1).values.sum(1).clamp(max=x.shape[1] - 1))
+    place = (~valid).long().cummin(1).values.sum(1)
+    return token_at(x, place.clamp(max=x.shape[1] - 1))
 
 
 def last_of(x: Tensor, valid: Tensor | None) -> Tensor:
     """Return the last valid token (B, dim) of each row of x (B, L, dim)."""
     if valid is None:
         return x[:, -1]
-    return token_at(x, (valid * torch.arange(x.shape[1], device=x.device)).amax(1))
+    places = torch.arange(x.shape[1], device=x.device)
+    return token_at(x, (valid * places).amax(1))
 
 
 def mean_of(x: Tensor, valid: Tensor | None) -> Tensor:
     """Return the mean (B, dim) of the valid tokens of x (B, L, dim), which is 0 elsewhere."""
-    return x.sum(1) / (x.shape[1] if valid is None else valid.sum(1, keepdim=True).clamp_min(1))
+    if valid is None:
+        return x.sum(1) / x.shape[1]
+    return x.sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
 
 
 def token_at(x: Tensor, place: Tensor) -> Tensor:

@@ -133,9 +133,15 @@ class LionConfig(PreTrainedConfig):
                 f"LionConfig: model.name: {whose} is made from {', '.join(names)}, not from {name!r}, "
                 f"{nearest(name, names)}"
             )
-        own, other = ({f.name for f in fields(MODELS[kind].Config)} for kind in (names[name], name))
-        self.model = {k: v for k, v in section.items() if k not in other - own} | {"name": names[name]}
+        kind = MODELS[names[name]].Config
+        own = {f.name for f in fields(kind)}
+        kept = dict(section)
+        for field in fields(MODELS[name].Config):
+            if field.name not in own:
+                kept.pop(field.name, None)
+        kept["name"] = names[name]
+        self.model = kept
         try:
-            return build(MODELS[names[name]].Config, self.model, source=lambda key: "LionConfig", key="model")
+            return build(kind, self.model, source=lambda key: "LionConfig", key="model")
         except ConfigError as error:
             raise ValueError(str(error)) from None

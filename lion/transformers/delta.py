@@ -81,15 +81,19 @@ def chunk_gated_delta_rule(
         )
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed documents in one row, got {q.shape[0]} rows")
-    tokens, dtype = [q, k, v, g, beta], q.dtype
+    dtype = q.dtype
+    tokens = [q, k, v, g, beta]
     if head_first:
         tokens = [x.transpose(1, 2) for x in tokens]
     length = tokens[0].shape[1]
     if length == 0:
         raise ValueError(f"q: expected at least one token, got the shape {tuple(q.shape)}")
-    run = compiled() if compile and not torch.compiler.is_compiling() else computed
+    run = computed
+    if compile and not torch.compiler.is_compiling():
+        run = compiled()
     keep = initial_state is not None or output_final_state
-    segments = valid = None
+    segments = None
+    valid = None
     if cu_seqlens is not None and keep:  # documents with states become rows
         check_ends("cu_seqlens", cu_seqlens, length)
         lengths = cu_seqlens.diff()
@@ -102,7 +106,9 @@ def chunk_gated_delta_rule(
     )
     if valid is not None:
         y = y[valid][None]
-    return (y.transpose(1, 2) if head_first else y).to(dtype), state
+    if head_first:
+        y = y.transpose(1, 2)
+    return y.to(dtype), state
 
 
 def chunk_gated_delta_rule_beta_g(
@@ -114,14 +120,18 @@ def chunk_gated_delta_rule_beta_g(
 
 def rows_of(x: Tensor, valid: Tensor) -> Tensor:
     """Return packed documents x (1, L, ..) as padded rows (N, longest, ..)."""
-    rows = x.new_zeros(*valid.shape, *x.shape[2:])
-    return rows.masked_scatter(valid.view(*valid.shape, *[1] * (x.dim() - 2)), x[0])
+    rows = x.new_zeros(valid.shape + x.shape[2:])
+    while valid.dim() < x.dim():
+        valid = valid.unsqueeze(-1)
+    return rows.masked_scatter(valid, x[0])
 
 
 @functools.cache
 def compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return `computed`, compiled if there is a compiler, else with a warning."""
-    return torch.compile(computed) if can_compile("inductor") else computed  # lengths that change become symbolic
+    if can_compile("inductor"):
+        return torch.compile(computed)  # lengths that change become symbolic
+    return computed
 
 
 def computed(
@@ -140,27 +150,38 @@ def computed(
 ) -> tuple[Tensor, Tensor | None]:
     """Return outputs (B, L, HV, V), and the state if `final`, for the arguments of `chunk_gated_delta_rule`."""
     groups = v.shape[2] // k.shape[2]
-    q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
+    q = q.repeat_interleave(groups, 2)
+    k = k.repeat_interleave(groups, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if unit:
-        q, k = normalized(q), normalized(k)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+        q = normalized(q)
+        k = normalized(k)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    q = q * scale
     written = 0  # number of tokens that write the first state, each a row of it along a vector of the standard basis
     if initial is not None:
         written = q.shape[-1]
-        basis = torch.eye(written, dtype=wide, device=k.device).expand(*k.shape[:2], -1, -1)
-        q, k, v = F.pad(q, (0, 0, written, 0)), torch.cat([basis, k], 2), torch.cat([initial.to(wide), v], 2)
-        g, beta = F.pad(g, (written, 0)), F.pad(beta, (written, 0), value=1.0)
-        valid = None if valid is None else F.pad(valid, (written, 0), value=True)
+        basis = torch.eye(written, dtype=wide, device=k.device)
+        basis = basis.expand(k.shape[0], k.shape[1], -1, -1)
+        q = F.pad(q, (0, 0, written, 0))
+        k = torch.cat([basis, k], 2)
+        v = torch.cat([initial.to(wide), v], 2)
+        g = F.pad(g, (written, 0))
+        beta = F.pad(beta, (written, 0), value=1.0)
+        if valid is not None:
+            valid = F.pad(valid, (written, 0), value=True)
     gates = Gates(g, beta)
     how: dict[str, Any] = {**PLAIN, "scale": 1.0, "chunk_size": chunk_size}
+    final_state = None
     if final:
         y, state = prefill(q, k, v, gates, valid=valid, **how)
+        final_state = state.S
     else:
         how |= {"form": "chunk", "direction": "forward"}
-        y, state = linear_attention(q, k, v, gates, valid=valid, segments=segments, **how), None
-    return y[:, :, written:].transpose(1, 2), state.S if state is not None else None
+        y = linear_attention(q, k, v, gates, valid=valid, segments=segments, **how)
+    return y[:, :, written:].transpose(1, 2), final_state
 
 
 def causal_conv1d_fn(
@@ -176,18 +197,23 @@ def causal_conv1d_fn(
     With `seq_idx` (B, L), the number of each token's document, or the ends `cu_seq_lens_q` of the documents of one row,
     no tap reads another document.
     """
-    length, taps = hidden_states.shape[-1], weight.shape[-1]
+    length = hidden_states.shape[-1]
+    taps = weight.shape[-1]
     if seq_idx is None and cu_seq_lens_q is not None:
         seq_idx = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, length)
-    x, y = hidden_states.to(weight.dtype), 0
+    x = hidden_states.to(weight.dtype)
+    y = 0
     for back in range(taps):
         shifted = F.pad(x, (back, 0))[..., :length]
         if seq_idx is not None and back:
             same = seq_idx == F.pad(seq_idx, (back, 0), value=-1)[:, :length]
             shifted = shifted * same[:, None]
         y = y + shifted * weight[:, taps - 1 - back, None]
-    y = y if bias is None else y + bias[:, None]
-    return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
+    if bias is not None:
+        y = y + bias[:, None]
+    if activation is not None:
+        y = ACT2FN[activation](y)
+    return y.to(hidden_states.dtype)
 
 
 def use_delta_rule(model: nn.Module, *, compile: bool = True) -> int:
@@ -207,10 +233,11 @@ def use_delta_rule(model: nn.Module, *, compile: bool = True) -> int:
         "causal_conv1d_fn": causal_conv1d_fn,
     }
     count = 0
-    for kind in {type(module): None for module in model.modules()}:
+    for kind in dict.fromkeys(map(type, model.modules())):
         code = vars(sys.modules[kind.__module__])
         if "GatedDeltaNet" in kind.__name__ and ours.keys() <= code.keys():
-            code.update({name: known_arguments(function) for name, function in ours.items()})
+            for name, function in ours.items():
+                code[name] = known_arguments(function)
             count += sum(type(module) is kind for module in model.modules())
     if not count:
         raise ValueError(f"use_delta_rule: {type(model).__name__} has no layer of Gated DeltaNet that this replaces")
@@ -222,6 +249,7 @@ def known_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     names = set(inspect.signature(function).parameters)
 
     def call(*args: Any, **named: Any) -> Any:
-        return function(*args, **{name: value for name, value in named.items() if name in names})
+        known = {name: value for name, value in named.items() if name in names}
+        return function(*args, **known)
 
     return call

@@ -21,11 +21,18 @@ class LionForImageClassification(LionPreTrainedModel):
     model: ViT
 
     def build(self) -> ViT:
-        c, settings = self.config, self.settings()  # which refuses other kinds of models
+        c = self.config
+        settings = self.settings()  # which refuses other kinds of models
         if c.image_size is None:
             raise ValueError("LionConfig: image_size: missing, expected (height, width) in pixels")
-        data = {"channels": c.num_channels, "mean": c.mean, "std": c.std}
-        return ViT(settings, image_size=tuple(c.image_size), num_classes=c.num_labels, **data)
+        return ViT(
+            settings,
+            image_size=tuple(c.image_size),
+            channels=c.num_channels,
+            num_classes=c.num_labels,
+            mean=c.mean,
+            std=c.std,
+        )
 
     def get_input_embeddings(self) -> nn.Conv2d:
         return self.model.patch
@@ -44,7 +51,9 @@ class LionForImageClassification(LionPreTrainedModel):
         """
         if output_attentions:
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
-        logits = self.model(pixel_values.to(self.dtype) if pixel_values.is_floating_point() else pixel_values)
+        if pixel_values.is_floating_point():
+            pixel_values = pixel_values.to(self.dtype)
+        logits = self.model(pixel_values)
         if isinstance(logits, tuple):  # in training
             logits = (logits[0] + logits[1]) / 2
         loss = None

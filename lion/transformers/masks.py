@@ -55,13 +55,19 @@ def segments_of(
         if shape[0] != 1:
             raise ValueError(f"cu_seq_lens_q: expected packed documents in one row, got {shape[0]} rows")
         documents = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, shape[1])
+    elif position_ids is not None:
+        documents = starts_of(position_ids, valid, shape)
     else:
-        documents = None if position_ids is None else starts_of(position_ids, valid, shape)
+        documents = None
     if documents is None:
-        return None if valid is None else valid.long() - 1
+        if valid is None:
+            return None
+        return valid.long() - 1
     if position_ids is not None and not (seq_idx is None and cu_seq_lens_q is None):
         check_positions(position_ids, documents, valid, shape)
-    return documents if valid is None else documents.masked_fill(~valid, -1)
+    if valid is None:
+        return documents
+    return documents.masked_fill(~valid, -1)
 
 
 def documents_of_ends(name: str, ends: Tensor, length: int) -> Tensor:
@@ -71,7 +77,8 @@ def documents_of_ends(name: str, ends: Tensor, length: int) -> Tensor:
         ValueError: Ends that do not rise from 0 to L; the argument `name` has them.
     """
     check_ends(name, ends, length)
-    return torch.bucketize(torch.arange(length, device=ends.device), ends[1:].long(), right=True)[None]
+    places = torch.arange(length, device=ends.device)
+    return torch.bucketize(places, ends[1:].long(), right=True)[None]
 
 
 def check_ends(name: str, ends: Tensor, length: int) -> None:
@@ -80,7 +87,9 @@ def check_ends(name: str, ends: Tensor, length: int) -> None:
     right = (ends[0] == 0) & (ends[-1] == length) & (ends.diff() >= 0).all()
     message = f"{name}: expected ends of documents that rise from 0 to {length} tokens"
     if not holds(right, message):
-        raise ValueError(f"{message}, got {ends.tolist() if len(ends) < 9 else f'{int(ends[0])} .. {int(ends[-1])}'}")
+        if len(ends) < 9:
+            raise ValueError(f"{message}, got {ends.tolist()}")
+        raise ValueError(f"{message}, got {int(ends[0])} .. {int(ends[-1])}")
 
 
 def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -91,10 +100,14 @@ def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]
     """
     check_shape(position_ids, shape)
     positions = position_ids.expand(shape)
-    start = positions == 0 if valid is None else (positions == 0) & valid
+    start = positions == 0
+    if valid is not None:
+        start = start & valid
     documents = start.cumsum(1)
     check_positions(position_ids, documents, valid, shape)
-    return None if may_wait(positions.device) and (documents <= 1).all() else documents
+    if may_wait(positions.device) and (documents <= 1).all():
+        return None
+    return documents
 
 
 def check_next(position_ids: Tensor, seen: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
@@ -104,7 +117,8 @@ def check_next(position_ids: Tensor, seen: Tensor, valid: Tensor | None, shape: 
         ValueError: They do not.
     """
     check_shape(position_ids, shape)
-    valid = torch.ones(shape, dtype=torch.bool, device=position_ids.device) if valid is None else valid
+    if valid is None:
+        valid = torch.ones(shape, dtype=torch.bool, device=position_ids.device)
     same = (position_ids == seen[:, None] + valid.cumsum(1) - 1) | ~valid
     message = "position_ids: expected positions that count on from the tokens of the cache"
     if not holds(same.all(), message):
@@ -124,9 +138,14 @@ def check_positions(position_ids: Tensor, documents: Tensor, valid: Tensor | Non
     """
     check_shape(position_ids, shape)
     positions = position_ids.expand(shape)
-    segments = documents if valid is None else documents.masked_fill(~valid, -1)
-    expected = Layout.of(positions.new_empty(*shape, 0), segments=segments).positions
-    same = (positions == expected) if valid is None else (positions == expected) | ~valid
+    segments = documents
+    if valid is not None:
+        segments = documents.masked_fill(~valid, -1)
+    rows, length = shape
+    expected = Layout.of(positions.new_empty(rows, length, 0), segments=segments).positions
+    same = positions == expected
+    if valid is not None:
+        same = same | ~valid
     message = "position_ids: expected positions that count the tokens of each document from 0"
     if not holds(same.all(), message):
         raise ValueError(f"{message}; other positions cannot be expressed")

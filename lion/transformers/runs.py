@@ -40,7 +40,8 @@ def from_run(run: LoadedRun | str | Path) -> LionPreTrainedModel:
     """
     if not isinstance(run, LoadedRun):
         run = open_run(run)
-    name, info = run.recipe.model.name, run.task.info
+    name = run.recipe.model.name
+    info = run.task.info
     if name not in KINDS:
         raise ConfigError(
             f"{run.folder}: model.name: lion.transformers has no class for {name!r}, because transformers has none for "
@@ -55,14 +56,22 @@ def from_run(run: LoadedRun | str | Path) -> LionPreTrainedModel:
 
 def fields_of_text(run: LoadedRun) -> dict[str, Any]:
     info: TextInfo = run.task.info
-    ids = {f"{role}_token_id": info.special.get(role) for role in ("pad", "sep")}
-    ids |= dict.fromkeys(("bos_token_id", "eos_token_id"), info.special.get("end"))
-    return {"vocab_size": run.model.vocabulary, "length": run.model.length, **ids}
+    special = info.special
+    return {
+        "vocab_size": run.model.vocabulary,
+        "length": run.model.length,
+        "pad_token_id": special.get("pad"),
+        "sep_token_id": special.get("sep"),
+        "bos_token_id": special.get("end"),
+        "eos_token_id": special.get("end"),
+    }
 
 
 def fields_of_labelled_text(run: LoadedRun) -> dict[str, Any]:
     classes = run.task.info.classes
-    labels = names_of(classes) if classes else {"num_labels": 1, "problem_type": "regression"}
+    labels = {"num_labels": 1, "problem_type": "regression"}
+    if classes:
+        labels = names_of(classes)
     return {**fields_of_text(run), **labels}
 
 

@@ -64,7 +64,9 @@ class LionTextModel(LionPreTrainedModel):
         """Resize the embeddings; all rows then belong to tokens."""
         tokens = super()._resize_token_embeddings(*args, **kwargs)
         self.model.vocabulary = tokens.num_embeddings
-        self.config.model = {key: value for key, value in self.config.section.items() if key != "pad_vocabulary"}
+        section = dict(self.config.section)
+        section.pop("pad_vocabulary", None)
+        self.config.model = section
         return tokens
 
     @capture_outputs
@@ -106,19 +108,31 @@ class LionTextModel(LionPreTrainedModel):
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: expected one of them")
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        inputs = input_ids
+        if inputs is None:
+            inputs = inputs_embeds
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
-        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = past_key_values
         if not isinstance(cache, LionCache | None):
             raise ValueError(f"cache: expected a LionCache, got {type(cache).__name__}, which holds keys and values")
         if cache is None and not use_cache:
             segments = segments_of(tuple(inputs.shape[:2]), attention_mask, **packed)
-            more = {"types": token_type_ids} if self.has_types else {} if hidden is None else {"hidden": hidden}
+            more = {}
+            if self.has_types:
+                more["types"] = token_type_ids
+            elif hidden is not None:
+                more["hidden"] = hidden
             return BaseModelOutputWithPast(self.model.encode(inputs, segments, **more))
-        cache = LionCache() if cache is None else cache
+        if cache is None:
+            cache = LionCache()
+        hooks = []
         tpe = getattr(self.model.encoder, "tpe", None)  # streams without a call of its `forward`
-        with loaded([] if tpe is None else offload_hooks(tpe)):
-            return BaseModelOutputWithPast(self.stream(inputs, attention_mask, packed, cache), cache)
+        if tpe is not None:
+            hooks = offload_hooks(tpe)
+        with loaded(hooks):
+            x = self.stream(inputs, attention_mask, packed, cache)
+        return BaseModelOutputWithPast(x, cache)
 
     @property
     def has_types(self) -> bool:
@@ -130,10 +144,13 @@ class LionTextModel(LionPreTrainedModel):
         """Return the input of the head (B, L, dim) for the next inputs (B, L, ..), and update the cache."""
         if not isinstance(self.model, GPT):
             raise ValueError(f"use_cache: {type(self.model).__name__} reads all tokens at once and has no cache")
-        (rows, new), device = inputs.shape[:2], inputs.device
+        rows, new = inputs.shape[:2]
+        device = inputs.device
         valid = valid_of(attention_mask, (rows, cache.seen + new))
-        valid = None if valid is None else valid[:, -new:]
-        positions, restarts = packed.pop("position_ids"), False
+        if valid is not None:
+            valid = valid[:, -new:]
+        positions = packed.pop("position_ids")
+        restarts = False
         if positions is not None and may_wait(device):
             if cache.state is None:
                 restarts = starts_of(positions, valid, (rows, new)) is not None
@@ -168,7 +185,8 @@ class LionModel(LionTextModel):
             model = SequenceEncoder(settings, **self.sequence_sizes)
             model.start()
             return model
-        return {"bert": BertEncoder, "gpt": GPT}[settings.name](settings, **self.sizes)
+        kind = {"bert": BertEncoder, "gpt": GPT}[settings.name]
+        return kind(settings, **self.sizes)
 
     @can_return_tuple
     def forward(
@@ -190,12 +208,14 @@ class LionForMaskedLM(LionTextModel):
 
     def build(self) -> Bert | LRAMasked:
         settings = self.settings()
-        return (
-            LRAMasked(settings, **self.sequence_sizes) if settings.name in LRA_NAMES else Bert(settings, **self.sizes)
-        )
+        if settings.name in LRA_NAMES:
+            return LRAMasked(settings, **self.sequence_sizes)
+        return Bert(settings, **self.sizes)
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        return self.model.decoder if isinstance(self.model, LRAMasked) else None
+        if isinstance(self.model, LRAMasked):
+            return self.model.decoder
+        return None
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.model.decoder = value
@@ -204,7 +224,8 @@ class LionForMaskedLM(LionTextModel):
         """Resize the embeddings, and the outputs: the decoder, or the bias of a head tied to the embeddings."""
         tokens = super()._resize_token_embeddings(*args, **kwargs)
         if isinstance(self.model, Bert) and self.model.head.bias is not None:
-            head, rows = self.model.head, tokens.num_embeddings
+            head = self.model.head
+            rows = tokens.num_embeddings
             bias = head.bias.new_zeros(rows)
             kept = min(rows, len(head.bias))
             bias[:kept] = head.bias.detach()[:kept]
@@ -246,11 +267,15 @@ class LionForMaskedLM(LionTextModel):
             hidden=bool_masked_pos,
             **kwargs,
         )
-        logits, loss = self.model.logits(found.last_hidden_state), None
+        logits = self.model.logits(found.last_hidden_state)
+        loss = None
         if labels is not None and self.config.vocab_size is None:
-            errors = (logits[..., 0] - self.model.normalised(labels))[labels != UNLABELLED].abs()
+            errors = logits[..., 0] - self.model.normalised(labels)
+            errors = errors[labels != UNLABELLED].abs()
             count = kwargs.get("num_items_in_batch")
-            loss = errors.sum() / (errors.numel() if count is None else count)
+            if count is None:
+                count = errors.numel()
+            loss = errors.sum() / count
         elif labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss, logits, found.hidden_states)
@@ -298,8 +323,11 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self.model.logits(found.last_hidden_state[:, kept]), None
+        kept = logits_to_keep
+        if isinstance(kept, int):
+            kept = slice(-kept, None)
+        logits = self.model.logits(found.last_hidden_state[:, kept])
+        loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss, logits, cache_of(found), found.hidden_states)
