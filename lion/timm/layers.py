@@ -43,7 +43,7 @@ class TimmAttention(Layer):
     """
 
     name: ClassVar[str]  # an entry of `LINEAR`
-    given: ClassVar[dict[str, Any]]  # settings of `AttentionConfig`
+    settings: ClassVar[dict[str, Any]]  # settings of `AttentionConfig`
     place: Grid | None
     causal_twin: TimmAttention | None
 
@@ -65,7 +65,7 @@ class TimmAttention(Layer):
             raise ValueError("scale_norm: use the setting out_norm, as in lion.timm.attention(.., out_norm='rmsnorm')")
         if qk_norm and norm_layer is None:
             raise ValueError("qk_norm: needs norm_layer")
-        settings = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.given}
+        settings = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.settings}
         with torch.device(device or torch.get_default_device()):
             super().__init__(dim, num_heads, self.name, **settings)
             if qk_norm:
@@ -81,7 +81,7 @@ class TimmAttention(Layer):
         self.to(dtype=dtype)
         twin = None
         if self.config.direction == "both":
-            forward = {**self.given, "direction": "forward"}
+            forward = {**self.settings, "direction": "forward"}
             kind = attention(self.name, **forward)
             twin = kind(
                 dim,
@@ -168,7 +168,7 @@ class TimmAttention(Layer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""
-        return new_layer, (self.name, self.given), self.__dict__
+        return new_layer, (self.name, self.settings), self.__dict__
 
 
 def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path: str = "") -> nn.Module:
@@ -244,7 +244,7 @@ def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttentio
     bases = (TimmAttention, layer)
     if layer is Layer:
         bases = (TimmAttention,)
-    return type(layer.__name__, bases, {"name": mixer, "given": dict(settings)})
+    return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
 
 
 LionAttention = attention("lion_s")

@@ -125,7 +125,7 @@ def test_lion_lit_under_decays_of_one(tmp_path):
         _, model = inference.build(loaded, 24, variant)
         layer = next(module for module in model.modules() if isinstance(module, Attention))
         x = torch.randn(2, 37, 16)
-        return layer.arguments(x, *layer.heads(x), Layout())["gates"].log_decay
+        return layer.operands(x, *layer.heads(x), Layout()).gates.log_decay
 
     assert log_decay(full) is None
     assert log_decay(quadratic).shape == (2,)

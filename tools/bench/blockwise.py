@@ -25,6 +25,6 @@ def mix_blockwise(layer: Mixer, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layo
     """
     if type(layer) is not LionAttention or layer.config.scans != ROW_MAJOR:
         raise ValueError("only for one scan, without decay or with a decay per head or token")
-    inputs = layer.arguments(x, q, k, v, layout)
-    direction, size = layer.config.direction, layer.chunk_size
-    return blockwise_attention(**inputs, direction=direction, chunk_size=size, segments=layout.segments)
+    given = layer.operands(x, q, k, v, layout)
+    settings = layer.operator_settings
+    return blockwise_attention(given.q, given.k, given.v, given.gates, segments=layout.segments, settings=settings)

@@ -12,6 +12,7 @@ from torch import Tensor
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout, grid_layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.layers.mixers.lightnet import LIGHTNET, KeySoftmax
+from lion.layers.mixers.linear import Operands
 from lion.ops import (
     Settings,
     linear_attention,
@@ -76,8 +77,7 @@ class Operator:
         x = torch.randn(batch, length, heads * dim, device=device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             q, k, v = layer.heads(x)
-            given = layer.arguments(x, q, k, v, Layout())
-            given |= {name: gate for name, gate in given.pop("gates")._asdict().items() if gate is not None}
+            given = arguments_of(layer, layer.operands(x, q, k, v, Layout()))
             if featurized:
                 phi = given.pop("feature_map")
                 given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
@@ -169,3 +169,14 @@ OPERATORS = {
     "gla_forward": Operator("gla", "forward"),
     "lightnet_forward": Operator("lightnet", "forward"),
 }
+
+
+def arguments_of(layer: LionAttention, operands: Operands) -> dict[str, Any]:
+    """Return the arguments of `linear_attention` by name, without its form."""
+    given = {"q": operands.q, "k": operands.k, "v": operands.v}
+    for name, gate in operands.gates._asdict().items():
+        if gate is not None:
+            given[name] = gate
+    for name in ("feature_map", "normalize", "decay_convention", "scale", "eps", "undecayed_erase"):
+        given[name] = getattr(layer.operator_settings, name)
+    return given
