@@ -48,10 +48,10 @@ COMMANDS = {
         "--processes --mesh",
     ),
     "predict": Command(
-        "RUN FILE|SENTENCE ...",
+        "RUN FILE|FOLDER|SENTENCE ... [--out FILE.csv]",
         "predict classes of files or sentences, or masked tokens",
         "tools.predict",
-        "--form --eager --top",
+        "--form --eager --top --out",
     ),
     "generate": Command(
         "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",

@@ -1,49 +1,60 @@
 """Predict the classes of files or sentences, or masked tokens of texts, with a trained run.
 
-./run.sh predict RUN FILE|SENTENCE ... [--form full|chunk|rnn] [--top K]
+./run.sh predict RUN FILE|FOLDER|SENTENCE ... [--form full|chunk|rnn] [--top K] [--out FILE.csv|FILE.json]
 
-Image classifiers read image files. Runs on GLUE read sentences; for tasks of sentence pairs, sentences are taken two by
-two. A masked language model predicts the masked tokens of texts (`tools.fill_mask`). A file that cannot be read is
-named on stderr; the others are still predicted, and the exit code is 2.
+Image classifiers read image files, folders of them, and patterns such as "photos/*.jpg". Runs on GLUE read sentences;
+for tasks of sentence pairs, sentences are taken two by two. A masked language model predicts the masked tokens of texts
+(`tools.fill_mask`). A file that cannot be read is named on stderr; the others are still predicted, and the exit code is
+2.
 """
 
 from __future__ import annotations
 
+import csv
+import glob
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.base import DataSet
+from data.base import DataSet, walk
+from data.vision.sources import is_picture
 from lion.config import ConfigError
+from lion.files import save_json, save_text
 from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
+from lion.samples.images import ImageInfo
 from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
-from tools.cli import Parser, choose_form, count, run_command, table
+from tools.cli import Parser, choose_form, count, run_command, say, table
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache
+COMPILED_FROM = 500  # samples; compilation takes as long as a few hundred images of a small model
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh predict", description=__doc__.splitlines()[0])
     parser.add_argument("run")
-    parser.add_argument("files", nargs="+", metavar="FILE|SENTENCE")
+    parser.add_argument("files", nargs="+", metavar="FILE|FOLDER|SENTENCE")
     parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
     parser.add_argument(
         "--eager",
         action="store_true",
-        help="do not use torch.compile, as for masked language models; suited to a few files",
+        help=f"do not use torch.compile, as for masked language models, and below {COMPILED_FROM} samples",
     )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write all predictions to FILE.csv or FILE.json")
     parser.add_argument(
         "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
     )
     args = parser.parse_intermixed_args(argv)
+    if args.out is not None and args.out.suffix not in WRITERS:
+        raise ConfigError(f"--out: expected a name that ends in {' or '.join(WRITERS)}, got {str(args.out)!r}")
     loaded = open_run(args.run)
     choose_form(loaded.model, args.form)
     loaded.model.to(start_runtime("auto", matmul=loaded.recipe.trainer.matmul).device)
@@ -54,26 +65,112 @@ def main(argv: list[str]) -> int:
     source = open_data(recipe, loaded.folder)
     if "file" not in source.asks and (path := next((word for word in args.files if Path(word).is_file()), None)):
         raise ConfigError(f'predict: {path} is a file; this run expects {" and ".join(source.asks)}: "$(cat {path})"')
-    asked, files, read = grouped(args.files, source.asks), [], []
-    for paths in asked:
-        try:
-            read.append(source.load(*paths, info=loaded.task.info))
-            files.append(paths)
-        except ConfigError as error:  # the other files are still predicted
-            print(f"error: {error}", file=sys.stderr)
+    words = args.files
+    if source.asks == ("file",):
+        words = expanded(words, pictures=isinstance(loaded.task.info, ImageInfo))
+    asked = grouped(words, source.asks)
+    if len(asked) >= COMPILED_FROM and not args.eager and loaded.recipe.trainer.compile:
+        compile_blocks(loaded.model, dynamic=None)  # texts differ in length
+    size = next(n for n in SIZES if n >= min(len(asked), SIZES[-1]))
+    files, answers = [], []
+    for start in range(0, len(asked), size):
+        known, samples = readable(source, loaded, asked[start : start + size])
+        if samples:
+            files += known
+            answers += answer(loaded, source, samples, size, args.top)
     code = 0 if files == asked else 2
     if not files:
         return code
-    size = next(n for n in SIZES if n >= min(len(files), SIZES[-1]))
-    if not args.eager and loaded.recipe.trainer.compile:
-        compile_blocks(loaded.model, dynamic=None)  # texts differ in length
-    rows = []
-    for start in range(0, len(files), size):
-        some = slice(start, start + size)
-        answers = answer(loaded, source, read[some], size, args.top)
-        rows += [[*paths, *words] for paths, words in zip(files[some], answers)]
-    print(table([*source.asks, *(f"top {i + 1}" for i in range(len(rows[0]) - len(source.asks)))], rows))
+    if args.out is not None:
+        WRITERS[args.out.suffix](args.out, records(source.asks, files, answers))
+        print(f"{len(files):,} predictions written to {args.out}")
+        return code
+    header = [*source.asks, *(f"top {i + 1}" for i in range(len(answers[0])))]
+    print(table(header, [[*paths, *words] for paths, words in zip(files, answers)]))
     return code
+
+
+def readable(source: DataSet, loaded: LoadedRun, asked: list[list[str]]) -> tuple[list[list[str]], list[Sample]]:
+    """Return the samples that can be read, with their arguments; the others are named on stderr."""
+    known, samples = [], []
+    for paths in asked:
+        try:
+            samples.append(source.load(*paths, info=loaded.task.info))
+            known.append(paths)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+    return known, samples
+
+
+def expanded(words: list[str], *, pictures: bool) -> list[str]:
+    """Return files, with those of folders and patterns in place of these, in the order of their names.
+
+    Args:
+        words: Files, folders and patterns.
+        pictures: Whether files of folders count only if they are pictures, by their content.
+
+    Raises:
+        ConfigError: A folder without such files, or a pattern without files.
+    """
+    found = []
+    for word in words:
+        path = Path(word)
+        if path.is_dir():
+            files = files_of(path, pictures)
+            if not files:
+                raise ConfigError(f"predict: {word} is a folder without {'pictures' if pictures else 'files'}")
+            found += files
+        elif not path.exists() and glob.has_magic(word):
+            files = sorted(glob.glob(word, recursive=True))
+            if not files:
+                raise ConfigError(f"predict: no file matches {word!r}")
+            found += files
+        else:
+            found.append(word)
+    return found
+
+
+def files_of(folder: Path, pictures: bool) -> list[str]:
+    """Return all files of a folder and its folders; with `pictures` only these, and a line about the others."""
+    files = []
+    others = 0
+    for inside, names in walk(folder):
+        for name in sorted(names):
+            file = str(Path(inside) / name)
+            if pictures and not is_picture(file):
+                others += 1
+            else:
+                files.append(file)
+    if others:
+        say(f"{folder}: {others:,} files are not pictures, and left out")
+    return sorted(files)
+
+
+def records(asks: tuple[str, ...], files: list[list[str]], answers: list[list[str]]) -> list[dict[str, str | float]]:
+    """Return a record of each sample: its arguments, and the answers with their percent, most likely first."""
+    rows = []
+    for paths, words in zip(files, answers):
+        row: dict[str, str | float] = dict(zip(asks, paths))
+        for place, word in enumerate(words, 1):
+            name, _, percent = word.rpartition(" ")
+            if percent.endswith("%"):
+                row[f"top {place}"] = name
+                row[f"top {place} percent"] = float(percent[:-1])
+            else:
+                row[f"top {place}"] = word
+        rows.append(row)
+    return rows
+
+
+def write_csv(path: Path, rows: list[dict[str, str | float]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    save_text(path, text.getvalue())
+
+
+WRITERS = {".csv": write_csv, ".json": save_json}
 
 
 def grouped(words: list[str], asks: tuple[str, ...]) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Tests of the commands, run as a user runs them."""
 
+import csv
 import ctypes
 import importlib
 import itertools
@@ -144,6 +145,33 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     table = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
     guesses = [int(guess) for _, guess in table]
     assert sum(guess == label for guess, label in zip(guesses, labels)) >= 56
+    photos = tmp_path / "photos"
+    (photos / "more").mkdir(parents=True)
+    shutil.copy(files[0], photos)
+    shutil.copy(files[1], photos / "more")
+    (photos / "notes.txt").write_text("notes")
+    out = tmp_path / "found.csv"
+    assert here("predict", folder, photos, f"{tmp_path}/[2-3].png", "--form", "rnn", "--out", out) == 0
+    said = capsys.readouterr()
+    assert "4 predictions written" in said.out and "1 files are not pictures" in said.err
+    with open(out) as file:
+        rows = list(csv.DictReader(file))
+    assert [row["file"] for row in rows] == [
+        *map(str, (photos / "0.png", photos / "more" / "1.png", tmp_path / "2.png", tmp_path / "3.png"))
+    ]
+    assert [row["top 1"] for row in rows] == [str(guess) for guess in guesses[:4]]
+    assert 10 <= float(rows[0]["top 1 percent"]) <= 100
+    assert here("predict", folder, files[2], "--out", tmp_path / "found.json") == 0
+    (record,) = json.loads((tmp_path / "found.json").read_text())
+    assert record["top 1"] == rows[2]["top 1"]
+    (tmp_path / "none").mkdir()
+    capsys.readouterr()
+    for words, message in (
+        ([tmp_path / "none"], "is a folder without pictures"),
+        ([f"{tmp_path}/*.jpg"], "no file matches"),
+        ([files[0], "--out", "found.txt"], "--out: expected a name that ends in .csv or .json"),
+    ):
+        assert message in refuse(capsys, "predict", folder, *words)
     text = tmp_path / "no.png"
     text.write_text("text")
     assert "not a readable image" in refuse(capsys, "predict", folder, text)
