@@ -39,7 +39,10 @@ COMMANDS = {
         "--form --chunk-size --checkpoint --split --ema --eager --lengths --choices --tokens --out --processes",
     ),
     "list": Command(
-        "[PATTERN] [--mixers]", "list the recipes and the results they aim at; the mixers", "tools.listing", "--mixers"
+        "[PATTERN ...] [--mixers]",
+        "list the recipes and the results they aim at; the mixers",
+        "tools.listing",
+        "--mixers",
     ),
     "show": Command(
         "RECIPE [key=value ...]",

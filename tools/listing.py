@@ -82,22 +82,27 @@ def recipe_path(name: str | Path) -> Path:
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="run.sh list", description="List the recipes and the results they aim at.")
-    parser.add_argument("pattern", nargs="?", default="", help="a part of a name or row, or a pattern such as *lion_s*")
+    parser.add_argument(
+        "patterns",
+        nargs="*",
+        metavar="pattern",
+        help="parts of a name or row, in any order, or a pattern such as *lion_s*",
+    )
     parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
     args = parser.parse_args(argv)
     if args.mixers:
-        if args.pattern:
-            raise ConfigError(f"--mixers: lists all mixers, leave {args.pattern!r} out")
+        if args.patterns:
+            raise ConfigError(f"--mixers: lists all mixers, leave {' '.join(args.patterns)!r} out")
         from tools.mixers import mixer_table
 
         print(mixer_table())
         return 0
-    print(as_called(listing(args.pattern)))
+    print(as_called(listing(*args.patterns)))
     return 0
 
 
-def listing(pattern: str = "") -> str:
-    """Return the recipes that match, as one table per family: name, row of the paper, published value.
+def listing(*patterns: str) -> str:
+    """Return the recipes that match all patterns, as one table per family: name, row of the paper, published value.
 
     Raises:
         ConfigError: No recipe matches.
@@ -108,13 +113,14 @@ def listing(pattern: str = "") -> str:
     for name, path in files.items():
         about = read_about(path)
         row, expected = claim(about.get("row", "")), about.get("expected", "")
-        if matches(pattern, f"{name} {row}"):
+        if all(matches(pattern, f"{name} {row}") for pattern in patterns):
             title = OWN if not about else CPU if about.get("hardware") == SMALL else family(name)
             families[title].append((name, row, expected))
     rows = [row for own in families.values() for row in own]
     if not rows:
-        near = nearest(pattern, files, "./run.sh list prints all recipes")
-        raise ConfigError(f"{pattern!r}: no recipe's name or row matches, {near}")
+        wanted = " ".join(patterns)
+        near = nearest(wanted, files, "./run.sh list prints all recipes")
+        raise ConfigError(f"{wanted!r}: no recipe's name or row matches, {near}")
     lines, text = [], iter(aligned(rows))
     for title, own in families.items():
         if own:
