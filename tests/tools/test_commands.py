@@ -333,6 +333,7 @@ def test_recipes_by_family():
     assert "gpt2_small_softmax" in listing("*small*softmax") and "mlm" not in listing("*small*softmax")
     with pytest.raises(ConfigError, match=r"'quickstrat': no recipe's name or row matches, did you mean 'quickstart'"):
         listing("quickstrat")
+    assert listing("small", "lion_s", "table 2") == listing("Table 2", "lion_s", "small") != listing("small", "lion_s")
 
 
 def test_show_names_what_was_left_open_alone(tmp_path):
