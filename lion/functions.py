@@ -108,8 +108,16 @@ def evaluate(
 
 
 def assembled(name: str) -> ModuleType:
-    """Import a module of `tools`, which puts recipes and their data together."""
-    folder = str(clone_folder())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    """Import a module of `tools`, which puts recipes and their data together.
+
+    Raises:
+        ImportError: The program has a module of its own called `data` or `tools`.
+    """
+    folder = clone_folder()
+    for room in ("data", "tools"):
+        held = getattr(sys.modules.get(room), "__file__", None)
+        if held is not None and not Path(held).resolve().is_relative_to(folder):
+            raise ImportError(f"lion: the module {room!r} of this program, {held}, hides that of lion; rename it")
+    if str(folder) not in sys.path[:1]:
+        sys.path.insert(0, str(folder))  # first, and for the processes that load data
     return importlib.import_module(name)

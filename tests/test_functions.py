@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -92,6 +93,17 @@ def test_a_model_and_a_recipe_of_the_caller():
     stored = lion.open_run  # the recipe's model is another one
     with pytest.raises(ConfigError, match="does not match its recipe"):
         stored("pixels")
+
+
+def test_modules_of_the_program_are_not_taken_for_ours(monkeypatch, tmp_path):
+    (tmp_path / "tools.py").write_text("")
+    monkeypatch.delitem(sys.modules, "tools", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("tools")
+    with pytest.raises(
+        ImportError, match=r"the module 'tools' of this program, .*tools\.py, hides that of lion; rename it"
+    ):
+        lion.train("quickstart")
 
 
 def test_bad_input_is_named():

@@ -38,6 +38,11 @@ del sys.modules["torchvision"]
 model, recipe = lion.load(run, compile=False), lion.load_recipe(f"{run}/recipe.yaml")
 lion.set_form(model, "rnn")
 assert not {"data", "tools", "tests"} & sys.modules.keys()
+try:
+    lion.evaluate(run)  # finds `tools` and `data` in the wheel, which here lacks the package of the digits
+except lion.config.ConfigError as error:
+    assert str(error).endswith("pip install scikit-learn"), error
+assert sys.modules["tools"].__file__.startswith(site)
 print(json.dumps([recipe.model.mixer, model(torch.ones(1, 1, 8, 8)).tolist()]))
 """
 
