@@ -65,7 +65,9 @@ def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None
         return f"did you mean {(longer or close)[0]!r}?"
     if otherwise is not None:
         return otherwise
-    return f"valid: {', '.join(names)}" if names else "nothing is valid here"
+    if not names:
+        return "nothing is valid here"
+    return f"valid: {', '.join(names)}"
 
 
 def nearest_divisor(number: int, of: int) -> int:
@@ -116,7 +118,9 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
             raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {schema.replaced[name]}")
         if name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
-            likely = f"did you mean {' or '.join(map(repr, below[:3]))}?" if below else nearest(name, fields)
+            likely = nearest(name, fields)
+            if below:
+                likely = f"did you mean {' or '.join(map(repr, below[:3]))}?"
             raise ConfigError(f"{source(join(key, name))}: unknown key '{join(key, name)}': {likely}")
     arguments = {}
     for name, f in fields.items():
@@ -140,8 +144,13 @@ def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
     A section of `values` that is built already is searched by its own class.
     """
     for section, hint in hints_of(schema).items():
-        value = values.get(section) if isinstance(values, dict) else getattr(values, section, None)
-        kind = type(value) if dataclasses.is_dataclass(value) else hint
+        if isinstance(values, dict):
+            value = values.get(section)
+        else:
+            value = getattr(values, section, None)
+        kind = hint
+        if dataclasses.is_dataclass(value):
+            kind = type(value)
         if dataclasses.is_dataclass(kind):
             path = join(key, section)
             if name in {f.name for f in dataclasses.fields(kind)}:
@@ -150,12 +159,15 @@ def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
 
 
 def join(key: str, name: Any) -> str:
-    return f"{key}.{name}" if key else str(name)
+    if not key:
+        return str(name)
+    return f"{key}.{name}"
 
 
 def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
     """Convert `value` to the annotated type; text such as "1e-4", which YAML does not read as a number, becomes one."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if isinstance(value, Word) and hint is not str and origin not in (types.UnionType, typing.Union):
         value = parse_yaml(value, source=f"{source(key)}: {key}")
     if hint is Any:
@@ -164,7 +176,8 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
         if value is None and type(None) in args:
             return None
         error = None
-        for option in sorted((a for a in args if a is not type(None)), key=lambda a: a is str):
+        options = [a for a in args if a is not type(None)]
+        for option in sorted(options, key=lambda a: a is str):
             try:
                 return convert(option, value, source=source, key=key)
             except ConfigError as e:
@@ -175,10 +188,15 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{source(key)}: {key}: expected a list such as [{value}, {value}], got {value!r}")
-        kinds = args if origin is tuple and Ellipsis not in args else [args[0]] * len(value)
+        kinds = args
+        if origin is list or Ellipsis in args:
+            kinds = [args[0]] * len(value)
         if len(kinds) != len(value):
             raise ConfigError(f"{source(key)}: {key}: expected {len(kinds)} values separated by commas, got {value!r}")
-        return origin(convert(t, v, source=source, key=f"{key}[{i}]") for i, (t, v) in enumerate(zip(kinds, value)))
+        converted = []
+        for i, (kind, item) in enumerate(zip(kinds, value)):
+            converted.append(convert(kind, item, source=source, key=f"{key}[{i}]"))
+        return origin(converted)
     if origin is dict or hint is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{source(key)}: {key}: expected a section of keys, got {value!r}")
@@ -228,7 +246,9 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
     if value is None or not rule:
         return
     if rule["choices"] and value not in rule["choices"]:
-        hint = f"{nearest(value, rule['choices'])}{rule['hint'] and '; '}{rule['hint']}"
+        hint = nearest(value, rule["choices"])
+        if rule["hint"]:
+            hint = f"{hint}; {rule['hint']}"
         raise ConfigError(f"{source(key)}: {key}: {value!r} is not a choice, {hint}")
     for bad, words in (
         (rule["min"] is not None and value < rule["min"], f"at least {rule['min']}"),
@@ -245,16 +265,22 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: A field is of another type, not one of its choices, or out of range.
     """
-    where, hints = {"source": lambda _: type(config).__name__}, hints_of(type(config))
+    hints = hints_of(type(config))
+
+    def source(key: str) -> str:
+        return type(config).__name__
+
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         try:
-            right = value if dataclasses.is_dataclass(value) else convert(hints[f.name], value, key=f.name, **where)
+            right = value
+            if not dataclasses.is_dataclass(value):
+                right = convert(hints[f.name], value, source=source, key=f.name)
             if isinstance(right, tuple) and isinstance(value, list):
                 setattr(config, f.name, right)
             elif right != value:  # text in place of a number
                 raise ConfigError(f"{type(config).__name__}: {f.name}: expected {right!r}, got {value!r}")
-            check_range(f, value, key=f.name, **where)
+            check_range(f, value, source=source, key=f.name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
@@ -276,9 +302,12 @@ def changed(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
-        usual = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        usual = f.default
+        if f.default_factory is not dataclasses.MISSING:
+            usual = f.default_factory()
         if dataclasses.is_dataclass(value):
-            found |= {join(f.name, key): inner for key, inner in changed(value).items()}
+            for key, inner in changed(value).items():
+                found[join(f.name, key)] = inner
         elif f.name == "name" or value != usual:
             found[f.name] = to_dict(value)
     return found
@@ -288,7 +317,8 @@ def rounding(config: Any, key: str = "") -> dict[str, Any]:
     """Return the settings that are free up to rounding (`setting`), by dotted key."""
     found: dict[str, Any] = {}
     for f in dataclasses.fields(config):
-        value, path = getattr(config, f.name), join(key, f.name)
+        value = getattr(config, f.name)
+        path = join(key, f.name)
         if f.metadata.get("free") == "rounding":
             found[path] = value
         elif dataclasses.is_dataclass(value):
@@ -334,7 +364,9 @@ class _Loader(yaml.SafeLoader):
         the annotated type (10) or raises an error.
         """
         tag = super().resolve(kind, value, implicit)
-        return self.DEFAULT_SCALAR_TAG if tag in _NUMBERS and _YAML_1_1.fullmatch(value) else tag
+        if tag in _NUMBERS and _YAML_1_1.fullmatch(value):
+            return self.DEFAULT_SCALAR_TAG
+        return tag
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -344,7 +376,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         seen = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        pairs = ()
+        if isinstance(node, yaml.MappingNode):
+            pairs = node.value
+        for key_node, _ in pairs:
             name = self.construct_object(key_node, deep=True)
             if not isinstance(name, str):
                 raise ConfigError(f"line {key_node.start_mark.line + 1}: keys must be names, got {name!r}")
@@ -372,7 +407,9 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise ConfigError(f"{source}: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}" if mark else ""
+        place = ""
+        if mark:
+            place = f" line {mark.line + 1}"
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{source}:{place} not YAML: {reason}") from None
     except (ValueError, RecursionError) as error:
@@ -399,7 +436,9 @@ def parse_overrides(items: typing.Iterable[str]) -> dict[str, Any]:
                 raise ConfigError(f"override {item!r}: {parent!r} has both a value and keys")
         if isinstance(node.get(name), dict) and not isinstance(value, dict):
             raise ConfigError(f"override {item!r}: {name!r} has both a value and keys")
-        node[name] = merge(node.get(name) or {}, value) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            value = merge(node.get(name) or {}, value)
+        node[name] = value
     return tree
 
 
@@ -416,6 +455,7 @@ def merge(base: dict, over: dict) -> dict:
     """Merge two nested mappings; entries of `over` override entries of `base`, section by section."""
     merged = dict(base)
     for name, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
-        merged[name] = merge(merged[name], value) if both else value
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            value = merge(merged[name], value)
+        merged[name] = value
     return merged

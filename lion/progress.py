@@ -55,4 +55,6 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Progress:
 def rate(count: float, seconds: float) -> str:
     """Format `count / seconds` with at least two significant digits: 3175, 12, 0.42."""
     value = count / seconds if seconds else 0.0
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+    if value >= 10:
+        return f"{value:.0f}"
+    return f"{value:.2g}"

@@ -103,7 +103,8 @@ def load_recipe(
         ConfigError: Invalid input; the message names key, file and nearest valid choice.
     """
     path = Path(path)
-    layers = [*read_layers(path), (OVERRIDE, parse_overrides(overrides))]
+    layers = read_layers(path)
+    layers.append((OVERRIDE, parse_overrides(overrides)))
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for origin, layer in layers:
@@ -117,7 +118,10 @@ def load_recipe(
     def source(key: str) -> str:
         """Return the latest layer that sets `key` or a key below it; the recipe itself if no layer does."""
         key = key.partition("[")[0]
-        return next((s for k, s in reversed(sources.items()) if k == key or k.startswith(f"{key}.")), str(path))
+        for name, origin in reversed(sources.items()):
+            if name == key or name.startswith(f"{key}."):
+                return origin
+        return str(path)
 
     import_modules(values.get("imports"), source("imports"))
     values.setdefault("run", {})
@@ -155,7 +159,9 @@ def import_modules(names: Any, source: str) -> None:
     Raises:
         ConfigError: A module cannot be imported.
     """
-    for name in names if isinstance(names, (list, tuple)) else ():
+    if not isinstance(names, (list, tuple)):
+        return
+    for name in names:
         try:
             importlib.import_module(str(name))
         except Exception as error:  # a module of the user can raise anything
@@ -172,15 +178,23 @@ def own_claim(data: dict[str, Any]) -> dict[str, str]:
 def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
     """Read the mapping of a recipe, preceded by those that it extends; each with its file name."""
     try:
-        place, text = os.path.realpath(path), path.read_text(encoding="utf-8")
+        place = os.path.realpath(path)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        beside = [p for p in path.parent.glob("*.yaml") if p.exists()] if os.path.isdir(path.parent) else []
-        others = [p.name for p in beside if os.path.realpath(p) not in seen]
+        others = []
+        if os.path.isdir(path.parent):
+            for other in path.parent.glob("*.yaml"):
+                if other.exists() and os.path.realpath(other) not in seen:
+                    others.append(other.name)
         if path.is_symlink():
             raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
         near = nearest(path.name, others, otherwise="")
-        where = f"{seen[-1]}: extends: relative paths start at its folder; " if seen else ""
-        raise ConfigError(f"{where}{path}: no such file{near and f', {near}'}") from None
+        if near:
+            near = f", {near}"
+        where = ""
+        if seen:
+            where = f"{seen[-1]}: extends: relative paths start at its folder; "
+        raise ConfigError(f"{where}{path}: no such file{near}") from None
     except (OSError, ValueError) as error:
         if (path / "recipe.yaml").is_file():
             raise ConfigError(f"{path}: a run, whose recipe is {path}/recipe.yaml") from None
@@ -195,7 +209,9 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
         return [(str(path), values)]
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends: expected the path of a recipe, got {base!r}")
-    return [*read_layers(path.parent / base, (*seen, place)), (str(path), values)]
+    layers = read_layers(path.parent / base, (*seen, place))
+    layers.append((str(path), values))
+    return layers
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:
@@ -205,10 +221,13 @@ def drop_excluded(values: dict, layer: dict, source: str) -> dict:
         own = given.intersection(rivals)
         if len(own) > 1:
             raise ConfigError(f"{source}: give exactly one of {' and '.join(sorted(own))}")
-        for key in set(rivals) - own if own else ():
+        if not own:
+            continue
+        for key in set(rivals) - own:
             section, _, name = key.partition(".")
             if isinstance(values.get(section), dict) and name in values[section]:
-                values = {**values, section: {k: v for k, v in values[section].items() if k != name}}
+                kept = {k: v for k, v in values[section].items() if k != name}
+                values = {**values, section: kept}
     return values
 
 
@@ -221,7 +240,8 @@ def free_keys(config: Any, key: str = "") -> set[str]:
     """Return the dotted names of the fields that may change when a run is resumed."""
     found = set()
     for f in dataclasses.fields(config):
-        value, path = getattr(config, f.name), join(key, f.name)
+        value = getattr(config, f.name)
+        path = join(key, f.name)
         if f.metadata.get("free"):
             found.add(path)
         elif dataclasses.is_dataclass(value):
@@ -235,8 +255,14 @@ def differences(old: dict, new: Recipe) -> list[str]:
     A key that an earlier version did not store had its default.
     """
     free = free_keys(new) | {f"about.{f.name}" for f in dataclasses.fields(AboutConfig)}
-    a, b = flatten(old), flatten(to_dict(new))
-    given = tuple(changed(new))
-    usual = {k for k in b if k not in a and not any(k == key or k.startswith(f"{key}.") for key in given)}
-    keys = [k for k in {**a, **b} if k not in free | usual and a.get(k) != b.get(k)]
-    return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in keys]
+    a = flatten(old)
+    b = flatten(to_dict(new))
+    given = changed(new)
+    lines = []
+    for key in {**a, **b}:
+        if key in free or a.get(key) == b.get(key):
+            continue
+        named = any(key == name or key.startswith(f"{name}.") for name in given)
+        if key in a or named:
+            lines.append(f"{key}: {a.get(key)!r} -> {b.get(key)!r}")
+    return lines

@@ -21,7 +21,10 @@ from lion.trainer.compilation import compile_blocks
 
 log = logging.getLogger("lion")
 
-RECIPE, ENVIRONMENT, SUMMARY, LOCK = "recipe.yaml", "environment.json", "summary.json", ".lock"
+RECIPE = "recipe.yaml"
+ENVIRONMENT = "environment.json"
+SUMMARY = "summary.json"
+LOCK = ".lock"
 
 
 class LoadedRun(NamedTuple):
@@ -44,12 +47,15 @@ def find_run(run: str | Path) -> Path:
     for folder in (Path(run), Path("runs") / run):
         if (folder / RECIPE).is_file():
             return folder
-    if inside := next((place for place in Path(run).parents if place.name and (place / RECIPE).is_file()), None):
-        raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(inside)!r}?")
+    for place in Path(run).parents:
+        if place.name and (place / RECIPE).is_file():
+            raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(place)!r}?")
     if Path(run).is_file():
         raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")
     known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
-    hint = nearest(Path(run).name, known) if known else "there are none under runs/ yet"
+    hint = "there are none under runs/ yet"
+    if known:
+        hint = nearest(Path(run).name, known)
     places = " or ".join(dict.fromkeys([str(Path(run)), str(Path("runs") / run)]))
     raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {places}, {hint}")
 
@@ -63,9 +69,13 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     """Load a run: build its model with the weights of checkpoint `best` or `last`, in evaluation mode on the CPU."""
     folder = find_run(run)
     recipe, task, state = read_run(folder, checkpoint)
-    weights = state.get("ema") if ema else state["model"]
+    weights = state["model"]
+    kind = "weights"
+    if ema:
+        weights = state.get("ema")
+        kind = "EMA weights"
     if not weights:
-        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint holds no {'EMA ' if ema else ''}weights")
+        raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint holds no {kind}")
     model = task.build_model(recipe.model)
     check_weights(model, weights, f"{folder}: its {checkpoint!r} checkpoint")
     model.load_state_dict(weights)
@@ -104,7 +114,9 @@ def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
     state = newest(folder, kind, read=read)
     if state is None:
         others = [other for other in ("best", "last") if steps_of(folder, other)]
-        why = f"it has {others[0]!r}" if others else "the run has not saved one yet"
+        why = "the run has not saved one yet"
+        if others:
+            why = f"it has {others[0]!r}"
         raise ConfigError(f"{folder}: no {kind!r} checkpoint, {why}")
     return state
 
@@ -117,13 +129,21 @@ def check_weights(model: nn.Module, weights: Any, whose: str, recipe: str = f"it
     Raises:
         UnusableCheckpoint: A tensor is missing, has another shape, or does not belong to the model.
     """
-    own, weights = model.state_dict(), weights if isinstance(weights, dict) else {}
+    own = model.state_dict()
+    if not isinstance(weights, dict):
+        weights = {}
     for name in [*own, *(weights.keys() - own.keys())]:
-        shapes = [tuple(w[name].shape) if torch.is_tensor(w.get(name)) else "none" for w in (own, weights)]
-        if shapes[0] != shapes[1]:
-            raise UnusableCheckpoint(
-                f"{whose} does not match {recipe}: {name} is {shapes[1]} there, {shapes[0]} by the recipe"
-            )
+        here = shape_of(own.get(name))
+        there = shape_of(weights.get(name))
+        if here != there:
+            raise UnusableCheckpoint(f"{whose} does not match {recipe}: {name} is {there} there, {here} by the recipe")
+
+
+def shape_of(value: Any) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, and "none" for any other value."""
+    if torch.is_tensor(value):
+        return tuple(value.shape)
+    return "none"
 
 
 def load(run: str | Path, *, checkpoint: str = "best", ema: bool = False, compile: bool = True) -> Model:
@@ -167,36 +187,49 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
         kinds = f"a run of task {recipe.task.name!r} on {task.info.kind}, here are {info.kind}"
         raise ConfigError(f"init_from: {run} is {kinds}")
     info.check_transfer(f"init_from: {run}", state["info"])
-    source, weights = build_on_meta(task, recipe.model), state["model"]
+    source = build_on_meta(task, recipe.model)
+    weights = state["model"]
     if type(source) is type(model):  # tensors of another model class are not adapted: they fit or they do not
         weights = model.adapt(weights, source)
-    own, same_heads = model.state_dict(), info.shares_heads(state["info"])
-    fits = {
-        name: value
-        for name, value in weights.items()
-        if name in own
-        and torch.is_tensor(value)
-        and own[name].shape == value.shape
-        and (same_heads or not name.startswith(model.heads))
-    }
-    left, unused = sorted(own.keys() - fits.keys()), sorted(state["model"].keys() - fits.keys())
+    own = model.state_dict()
+    same_heads = info.shares_heads(state["info"])
+    fits = {}
+    for name, value in weights.items():
+        if name not in own or not torch.is_tensor(value) or own[name].shape != value.shape:
+            continue
+        if same_heads or not name.startswith(model.heads):
+            fits[name] = value
+    left = sorted(own.keys() - fits.keys())
+    unused = sorted(state["model"].keys() - fits.keys())
     if len(left) > len(own) // 2:
         place = next((name for name in left if name in state["model"]), left[0])
-        here, there = (tuple(w[place].shape) if place in w else "missing" for w in (own, state["model"]))
-        why = f"; {other}" if (other := other_shape(recipe.model, getattr(model, "config", None))) else ""
-        example = f"{place} is {here} here and {there} there{why}"
+        here = tuple(own[place].shape)
+        there = "missing"
+        if place in state["model"]:
+            there = tuple(state["model"][place].shape)
+        example = f"{place} is {here} here and {there} there"
+        other = other_shape(recipe.model, getattr(model, "config", None))
+        if other:
+            example = f"{example}; {other}"
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {example}")
     model.load_state_dict({**own, **fits})
-    new, unused = (", ".join(names) or "nothing" for names in (left, unused))
-    log.info("initialised from %s; new: %s; not used: %s", run, new, unused)
+    new = ", ".join(left) or "nothing"
+    not_used = ", ".join(unused) or "nothing"
+    log.info("initialised from %s; new: %s; not used: %s", run, new, not_used)
 
 
 def other_shape(then: Any, now: Any) -> str:
     """Return the settings of a model `then` that determine the shapes of tensors and differ from those `now`."""
     names = ("mixer", "dim", "depth", "num_heads", "mlp", "mlp_ratio", "patch_size")
-    pairs = {name: (getattr(then, name, None), getattr(now, name, None)) for name in names}
-    found = [f"model.{name}={old}" for name, (old, new) in pairs.items() if None not in (old, new) and old != new]
-    return f"the run has {' '.join(found)}" if found else ""
+    found = []
+    for name in names:
+        old = getattr(then, name, None)
+        new = getattr(now, name, None)
+        if old is not None and new is not None and old != new:
+            found.append(f"model.{name}={old}")
+    if not found:
+        return ""
+    return f"the run has {' '.join(found)}"
 
 
 def lock_run(folder: Path) -> IO[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,9 @@ def open_teacher(name: str, info: ImageInfo) -> Teacher:
     Raises:
         ConfigError: There is no such teacher, or it was trained on other classes or images of another size.
     """
-    return open_timm(name, info) if name.startswith(TIMM) else open_run_as_teacher(name, info)
+    if name.startswith(TIMM):
+        return open_timm(name, info)
+    return open_run_as_teacher(name, info)
 
 
 def open_run_as_teacher(name: str, info: ImageInfo) -> Teacher:
@@ -55,10 +58,9 @@ def open_run_as_teacher(name: str, info: ImageInfo) -> Teacher:
     model = loaded.model
     if model.classes != info.classes:
         raise ConfigError(f"task.teacher: {name} was trained on {len(model.classes)} other classes")
-    if model.image_shape != (info.channels, *info.size):
-        raise ConfigError(
-            f"task.teacher: {name} has images {model.image_shape}, expected {(info.channels, *info.size)}"
-        )
+    shape = (info.channels, *info.size)
+    if model.image_shape != shape:
+        raise ConfigError(f"task.teacher: {name} has images {model.image_shape}, expected {shape}")
     return Teacher(model, model.mean.flatten().tolist(), model.std.flatten().tolist())
 
 
@@ -69,22 +71,26 @@ def open_timm(name: str, info: ImageInfo) -> Teacher:
     except ImportError:
         raise ConfigError(f"task.teacher: {name!r} needs timm: pip install timm") from None
     classes = len(info.classes)
-    weights = {"checkpoint_path": file, "num_classes": classes} if file else {"pretrained": True}
+    weights: dict[str, Any] = {"pretrained": True}
+    if file:
+        weights = {"checkpoint_path": file, "num_classes": classes}
     try:
         model = timm.create_model(kind, in_chans=info.channels, **weights)
     except Exception as error:  # timm and its hub client have many: unknown names, no network, damaged files
-        raise ConfigError(
-            f"task.teacher: {name!r} cannot be loaded ({(str(error) or type(error).__name__).splitlines()[0]})"
-        ) from None
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"task.teacher: {name!r} cannot be loaded ({why})") from None
     if model.num_classes != classes:
         raise ConfigError(f"task.teacher: {name!r} has {model.num_classes} classes, the data have {classes}")
+    shape = (info.channels, *info.size)
     try:
         with torch.no_grad():
-            model.eval()(torch.zeros(1, info.channels, *info.size))
+            model.eval()(torch.zeros(1, *shape))
     except Exception as error:  # each model checks the size of images in its own way
-        shape, why = (info.channels, *info.size), (str(error) or type(error).__name__).splitlines()[0]
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"task.teacher: {name!r} does not take images {shape} ({why})") from None
-    mean, std = (model.pretrained_cfg[key] for key in ("mean", "std"))
+    mean = model.pretrained_cfg["mean"]
+    std = model.pretrained_cfg["std"]
     if len(mean) != info.channels:  # timm sums the input weights of such a model
-        mean, std = ([sum(values) / len(values)] for values in (mean, std))
+        mean = [sum(mean) / len(mean)]
+        std = [sum(std) / len(std)]
     return Teacher(model, mean, std)

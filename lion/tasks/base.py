@@ -57,7 +57,8 @@ class Task(ABC):
     fills_masks: ClassVar[bool] = False  # whether predictions are tokens for the masks of a text
 
     def __init__(self, config: Any, info: samples.Info) -> None:
-        self.config, self.info = config, info
+        self.config = config
+        self.info = info
         self.metrics = self.metrics_of(config)
 
     @property
@@ -96,7 +97,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return the training loss of a micro-batch, summed over its samples.
+        """Return the training loss of a micro-batch, sums_where over its samples.
 
         With several processes `model` may be a wrapper: call `model`, but access everything else through
         `unwrapped(model)`.
@@ -152,7 +153,9 @@ class Task(ABC):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the task's model without the wrapper (DDP) that several processes use."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    return model
 
 
 def own_tokens(model: nn.Module, x: Tensor, fill: float | bool = 0) -> Tensor:
@@ -179,8 +182,19 @@ def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Any:
 def top_answers(logits: Tensor, names: Sequence[str], count: int) -> list[list[str]]:
     """Describe the `count` most likely classes of each row of logits (B, classes), with probabilities in percent."""
     top = logits.softmax(-1).topk(min(count, logits.shape[-1]))
-    rows = zip(top.values.tolist(), top.indices.tolist())
-    return [[f"{names[c]} {100 * p:.1f}%" for p, c in zip(*row)] for row in rows]
+    answers = []
+    for shares, classes in zip(top.values.tolist(), top.indices.tolist()):
+        answers.append([f"{names[c]} {100 * p:.1f}%" for p, c in zip(shares, classes)])
+    return answers
+
+
+def sums_where(values: dict[str, Tensor], counted: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return pairs (sum, weight) by name, for an `Outcome`, of values (B, ..) where they are `counted` (B, ..)."""
+    weight = counted.sum()
+    sums = {}
+    for name, value in values.items():
+        sums[name] = ((value * counted).sum(), weight)
+    return sums
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -54,8 +54,8 @@ class CausalLM(LanguageTask):
             raise ConfigError(
                 f"data: sequences of {self.info.length} token leave nothing to predict, expected at least 2"
             )
-        sizes = {"vocabulary": self.info.vocabulary, "length": self.info.length - 1}
-        return build_or_explain(MODELS[config.name], config, **sizes)
+        length = self.info.length - 1
+        return build_or_explain(MODELS[config.name], config, vocabulary=self.info.vocabulary, length=length)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         losses, counted = self.losses(self.outputs(model, batch), model, batch)
@@ -64,8 +64,10 @@ class CausalLM(LanguageTask):
     def losses(self, logits: Tensor, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the losses (B, L) of the targets of this process, 0 where not counted, and which count."""
         counted = own_tokens(model, target_mask_of(batch), fill=False)
-        masked = "segments" in batch or unwrapped(model).part is not None  # else all count
-        return token_losses(logits, own_tokens(model, batch["tokens"][:, 1:]), counted if masked else None), counted
+        targets = own_tokens(model, batch["tokens"][:, 1:])
+        if "segments" not in batch and unwrapped(model).part is None:  # all count
+            return token_losses(logits, targets, None), counted
+        return token_losses(logits, targets, counted), counted
 
     def check_prediction(self) -> None:
         raise ConfigError("a causal language model only generates text, use ./run.sh generate RUN --prompt TEXT")
@@ -74,12 +76,15 @@ class CausalLM(LanguageTask):
         logits = self.outputs(model, batch)
         real = batch["mask"][:, None]
         losses, counted = self.losses(logits, model, batch)
-        return Outcome({"loss": ((losses * real).sum(dtype=torch.float64), (counted & real).sum())}, logits)
+        total = (losses * real).sum(dtype=torch.float64)
+        return Outcome({"loss": (total, (counted & real).sum())}, logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, L - 1, vocabulary) for every token but the first."""
         segments = batch.get("segments")
-        return model(batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]).float()
+        if segments is not None:
+            segments = segments[:, :-1]
+        return model(batch["tokens"][:, :-1], segments).float()
 
     def example(self, size: int, device: torch.device | str) -> Batch:
         """Return windows of tokens without segments: windows ignore the borders of documents."""

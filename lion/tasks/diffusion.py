@@ -97,15 +97,16 @@ class Diffusion(Task):
 
     def build_model(self, config: Any) -> DiT:
         info = self.info
-        sizes = {"image_size": info.size, "channels": info.channels, "classes": info.classes}
-        return build_or_explain(MODELS[config.name], config, **sizes)
+        return build_or_explain(
+            MODELS[config.name], config, image_size=info.size, channels=info.channels, classes=info.classes
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        x, labels = scaled(batch["image"]), batch["label"]
-        count, device = len(x), x.device
-        times = torch.randint(self.config.steps, (count,), device=device)
-        unconditional = torch.rand(count, device=device) < self.config.label_dropout
-        labels = labels.masked_fill(unconditional, len(self.info.classes))
+        x = scaled(batch["image"])
+        count = len(x)
+        times = torch.randint(self.config.steps, (count,), device=x.device)
+        unconditional = torch.rand(count, device=x.device) < self.config.label_dropout
+        labels = batch["label"].masked_fill(unconditional, len(self.info.classes))
         losses = self.errors(model, x, torch.randn_like(x), times, labels)[0]
         return Sums(losses.sum(), losses.new_full((), count))
 
@@ -117,10 +118,13 @@ class Diffusion(Task):
         return (found - noise).square().flatten(1).mean(1), found
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        x, mask = scaled(batch["image"]), batch["mask"]
+        x = scaled(batch["image"])
+        mask = batch["mask"]
         times = (uniform(batch["key"], 1)[:, 0] * self.config.steps).long()
         noise = normal(mix(batch["key"]), x[0].numel()).view_as(x)
-        labels = batch["label"] if self.config.label_dropout < 1 else self.no_class(x)
+        labels = batch["label"]
+        if self.config.label_dropout >= 1:
+            labels = self.no_class(x)
         losses, found = self.errors(model, x, noise, times, labels)
         part = times * TIME_RANGES // self.config.steps
         sums = {"loss": ((losses * mask).sum(dtype=torch.float64), mask.sum())}
@@ -143,7 +147,8 @@ class Diffusion(Task):
         raise ConfigError("a run of task 'diffusion' generates images and classifies none: ./run.sh sample RUN")
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        shape = (size, self.info.channels, *self.info.size)
+        height, width = self.info.size
+        shape = (size, self.info.channels, height, width)
         image = torch.randint(256, shape, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
@@ -152,10 +157,11 @@ class Diffusion(Task):
 
     def progress(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         """Generate samples of the first images' classes, always from the same noise; show samples and images."""
-        images, classes = batch["image"][: self.config.shown], batch["label"][: self.config.shown]
+        c = self.config
+        images = batch["image"][: c.shown]
+        classes = batch["label"][: c.shown]
         if not len(images):
             return {}
-        c = self.config
         with torch.compiler.set_stance("force_eager"):  # do not compile: no other call has this batch size
             keys = place_keys(0, torch.arange(len(classes), device=classes.device))
             samples = self.sample(model, classes, keys, steps=c.shown_steps, guidance=c.shown_guidance)
@@ -165,14 +171,18 @@ class Diffusion(Task):
         """Return one image that shows a grid of images, for TensorBoard; nothing for latents."""
         from torchvision.utils import make_grid
 
-        return {name: make_grid(pictures, nrow=8)} if self.pictures else {}
+        if not self.pictures:
+            return {}
+        return {name: make_grid(pictures, nrow=8)}
 
     def sample(
         self, model: nn.Module, classes: Tensor, keys: Tensor, *, steps: int = 50, guidance: float = 1.0
     ) -> Tensor:
         """Run `generate` and return uint8 images (N, channels, height, width); latents are returned unchanged."""
         x = self.generate(model, classes, keys, steps=steps, guidance=guidance)
-        return to_bytes(x) if self.pictures else x
+        if self.pictures:
+            return to_bytes(x)
+        return x
 
     @torch.no_grad()
     def generate(
@@ -205,14 +215,18 @@ class Diffusion(Task):
         """
         self.config.check_guidance(guidance)
         none = torch.full_like(classes, len(self.info.classes))
-        shape = torch.Size((len(classes), self.info.channels, *self.info.size))
+        count = len(classes)
+        channels = self.info.channels
+        height, width = self.info.size
 
         def draw(step: int) -> Tensor:
-            return normal(mix(keys + step), shape[1:].numel()).view(shape)
+            return normal(mix(keys + step), channels * height * width).view(count, channels, height, width)
 
         def predict(x: Tensor, times: Tensor) -> Tensor:
-            if guidance in (0, 1):
-                return model(x, times, classes if guidance else none).float()
+            if guidance == 0:
+                return model(x, times, none).float()
+            if guidance == 1:
+                return model(x, times, classes).float()
             both = model(torch.cat([x, x]), torch.cat([times, times]), torch.cat([classes, none]))
             conditional, unconditional = both.float().chunk(2)
             return unconditional + guidance * (conditional - unconditional)
@@ -225,7 +239,9 @@ class Diffusion(Task):
 
 def scaled(images: Tensor) -> Tensor:
     """Scale uint8 images (B, C, H, W) to [-1, 1]; return floating-point latents unscaled, as float32."""
-    return images.float() / HALF_RANGE - 1 if images.dtype == torch.uint8 else images.float()
+    if images.dtype == torch.uint8:
+        return images.float() / HALF_RANGE - 1
+    return images.float()
 
 
 def to_bytes(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from lion.models import MODELS
 from lion.models.base import ImageClassifier
 from lion.samples.base import Batch
 from lion.samples.images import ImageInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, top_answers, unwrapped
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, sums_where, top_answers, unwrapped
 from lion.tasks.metrics import LOSS, Mean, Metric
 
 TOP1 = Mean("top1", "top-1", percent=True)
@@ -88,10 +88,17 @@ class ImageClassification(Task):
         super().__init__(config, info)
         self.teacher: Callable[[Tensor], Tensor] | None = None
         classes = len(info.classes)
-        choices = [(v2.MixUp, config.mixup, 1 - config.switch), (v2.CutMix, config.cutmix, config.switch)]
-        active = [(kind(alpha=alpha, num_classes=classes), p) for kind, alpha, p in choices if alpha]
-        kinds, shares = [k for k, _ in active], [p for _, p in active]
-        self.mix = v2.RandomChoice(kinds, p=shares if len(kinds) > 1 else None) if kinds else None
+        self.mix = None
+        if config.mixup and config.cutmix:
+            both = [
+                v2.MixUp(alpha=config.mixup, num_classes=classes),
+                v2.CutMix(alpha=config.cutmix, num_classes=classes),
+            ]
+            self.mix = v2.RandomChoice(both, p=[1 - config.switch, config.switch])
+        elif config.mixup:
+            self.mix = v2.RandomChoice([v2.MixUp(alpha=config.mixup, num_classes=classes)])
+        elif config.cutmix:
+            self.mix = v2.RandomChoice([v2.CutMix(alpha=config.cutmix, num_classes=classes)])
 
     @staticmethod
     def metrics_of(config: ImageClassificationConfig) -> tuple[Metric, ...]:
@@ -120,40 +127,44 @@ class ImageClassification(Task):
             )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        images, labels = unwrapped(model).normalise(batch["image"]), batch["label"]
+        images = unwrapped(model).normalise(batch["image"])
+        labels = batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
         if self.mix is not None:  # shuffle: mixing pairs neighbours, under repeated augmentation views of one image
             order = torch.randperm(len(images), device=images.device)
             images, labels = self.mix(images[order], labels[order])  # labels become (B, classes) shares
-        outputs = model(images)
-        logits, distilled = (x.float() for x in (outputs if isinstance(outputs, tuple) else (outputs, outputs)))
+        logits = distilled = model(images)
+        if isinstance(logits, tuple):
+            logits, distilled = logits
+        logits = logits.float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
         if self.config.teacher is not None:
             own = unwrapped(model)
-            share, taught = self.config.teacher_share, self.teacher(images * own.std + own.mean)
-            loss = (1 - share) * loss + share * self.distillation_loss(distilled, taught)
+            taught = self.teacher(images * own.std + own.mean)
+            share = self.config.teacher_share
+            loss = (1 - share) * loss + share * self.distillation_loss(distilled.float(), taught)
         return Sums(loss, loss.new_full((), len(images)))
 
     def distillation_loss(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """Return the summed loss of logits (B, classes) against the logits of the teacher, see the settings."""
+        """Return the sums_where loss of logits (B, classes) against the logits of the teacher, see the settings."""
         if self.config.distillation == "hard":
             return F.cross_entropy(logits, taught.argmax(-1), reduction="sum")
         t = self.config.temperature
-        own, theirs = ((x / t).log_softmax(-1) for x in (logits, taught))
+        own = (logits / t).log_softmax(-1)
+        theirs = (taught / t).log_softmax(-1)
         return t**2 * F.kl_div(own, theirs, reduction="sum", log_target=True) / logits.shape[-1]
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
-        mask, labels = batch["mask"], batch["label"]
-        count = mask.sum()
+        labels = batch["label"]
         ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        sums = {
+        values = {
             "top1": ranked[:, 0],
             "top5": ranked.any(1),
             "loss": F.cross_entropy(logits, labels, reduction="none"),
         }
-        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits)
+        return Outcome(sums_where(values, batch["mask"]), logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["image"]).float()
@@ -163,15 +174,18 @@ class ImageClassification(Task):
         return top_answers(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        shape = (size, self.info.channels, *self.info.size)
+        height, width = self.info.size
+        shape = (size, self.info.channels, height, width)
         image = torch.randint(256, shape, dtype=torch.uint8, device=device)
         return {"image": image, "label": torch.zeros(size, dtype=torch.long, device=device)}
 
     def preview(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | str]:
         from torchvision.utils import make_grid
 
-        scans = {f"scan_{name}": draw_scan(order) for name, order in model.scan_orders().items()}
-        return {"inputs": make_grid(batch["image"][:32], nrow=8), **scans}
+        images = {"inputs": make_grid(batch["image"][:32], nrow=8)}
+        for name, order in model.scan_orders().items():
+            images[f"scan_{name}"] = draw_scan(order)
+        return images
 
 
 def erase(images: Tensor, share: float) -> Tensor:
@@ -185,13 +199,17 @@ def erase(images: Tensor, share: float) -> Tensor:
     area, ratio, top, left = torch.rand(4, batch, 10, device=images.device)
     area = (0.02 + (1 / 3 - 0.02) * area) * height * width
     ratio = 0.3 ** (1 - 2 * ratio)
-    high, wide = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    high = (area * ratio).sqrt().round()
+    wide = (area / ratio).sqrt().round()
     fits = (high < height) & (wide < width)
     first = fits.int().argmax(1, keepdim=True)
-    high, wide, top, left = (x.gather(1, first)[:, :, None] for x in (high, wide, top, left))  # (B, 1, 1)
-    top, left = (top * (height - high + 1)).floor(), (left * (width - wide + 1)).floor()
+    high = high.gather(1, first)[:, :, None]  # (B, 1, 1)
+    wide = wide.gather(1, first)[:, :, None]
+    top = (top.gather(1, first)[:, :, None] * (height - high + 1)).floor()
+    left = (left.gather(1, first)[:, :, None] * (width - wide + 1)).floor()
     chosen = (torch.rand(batch, device=images.device) < share) & fits.any(1)
-    row, column = torch.arange(height, device=images.device)[:, None], torch.arange(width, device=images.device)
+    row = torch.arange(height, device=images.device)[:, None]
+    column = torch.arange(width, device=images.device)
     inside = (row >= top) & (row < top + high) & (column >= left) & (column < left + wide)  # (B, H, W)
     return torch.where((inside & chosen[:, None, None])[:, None], torch.randn_like(images), images)
 

@@ -15,7 +15,7 @@ from lion.models import MODELS
 from lion.models.lra import LRA
 from lion.samples.base import Batch
 from lion.samples.sequences import PIXELS, SequenceInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, top_answers
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, sums_where, top_answers
 from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
 
 CHANCE_DEVIATIONS = 3.0  # an accuracy fewer standard deviations above chance counts as chance
@@ -54,14 +54,19 @@ class SequenceTask(Task):
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return ids or pixels, and their segments."""
-        return batch["pixels" if self.info.vocabulary is None else "tokens"], batch.get("segments")
+        if self.info.vocabulary is None:
+            return batch["pixels"], batch.get("segments")
+        return batch["tokens"], batch.get("segments")
 
     def example(self, size: int, device: torch.device | str) -> Batch:
-        info, label = self.info, torch.zeros(size, dtype=torch.long, device=device)
+        info = self.info
+        label = torch.zeros(size, dtype=torch.long, device=device)
         if info.vocabulary is None:
             pixels = torch.randint(PIXELS, (size, info.length), dtype=torch.uint8, device=device)
             return {"pixels": pixels, "label": label}
-        shape = (size, 2, info.length) if info.parts == 2 else (size, info.length)
+        shape = (size, info.length)
+        if info.parts == 2:
+            shape = (size, 2, info.length)
         tokens = torch.randint(info.vocabulary, shape, device=device)
         return {"tokens": tokens, "segments": torch.zeros_like(tokens), "label": label}
 
@@ -114,16 +119,19 @@ class LRATask(SequenceTask):
         return Sums(loss, loss.new_full((), len(logits)))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        logits, mask, label = self.outputs(model, batch), batch["mask"], batch["label"]
-        prediction, count = logits.argmax(-1), mask.sum()
-        sums = {"accuracy": prediction == label, "loss": F.cross_entropy(logits, label, reduction="none")}
+        logits = self.outputs(model, batch)
+        prediction = logits.argmax(-1)
+        label = batch["label"]
+        values = {"accuracy": prediction == label, "loss": F.cross_entropy(logits, label, reduction="none")}
         rows = {"prediction": prediction, "label": label}
-        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, logits, rows)
+        return Outcome(sums_where(values, batch["mask"]), logits, rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, classes)."""
-        return model(*self.inputs(batch)).float()
+        inputs, segments = self.inputs(batch)
+        return model(inputs, segments).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
         """Describe the most likely classes and their probabilities, most likely first."""
-        return top_answers(outputs, [f"class {c}" for c in range(self.info.classes)], count)
+        names = [f"class {c}" for c in range(self.info.classes)]
+        return top_answers(outputs, names, count)

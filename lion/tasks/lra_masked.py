@@ -55,7 +55,9 @@ class LRAMaskedTask(SequenceTask):
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Return inputs and segments, (B, L), or (2 B, L) for pairs."""
         inputs, segments = self.inputs(batch)
-        return inputs.flatten(0, -2), None if segments is None else segments.flatten(0, -2)
+        if segments is not None:
+            segments = segments.flatten(0, -2)
+        return inputs.flatten(0, -2), segments
 
     def losses(self, model: nn.Module, batch: Batch, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return losses of inputs (rows, L), 0 where not masked; the mask (rows, L); and the outputs (rows, L, ..).
@@ -67,7 +69,8 @@ class LRAMaskedTask(SequenceTask):
         if segments is not None:
             hidden &= segments >= 0
         outputs = model(inputs, segments, hidden).float()
-        inputs, hidden = own_tokens(model, inputs), own_tokens(model, hidden, fill=False)
+        inputs = own_tokens(model, inputs)
+        hidden = own_tokens(model, hidden, fill=False)
         if self.info.vocabulary is None:
             losses = (outputs[..., 0] - unwrapped(model).normalised(inputs)).abs()
         else:
@@ -92,4 +95,5 @@ class LRAMaskedTask(SequenceTask):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the outputs (rows, L, ..) for unmasked inputs."""
-        return model(*self.rows(batch)).float()
+        inputs, segments = self.rows(batch)
+        return model(inputs, segments).float()

@@ -68,8 +68,9 @@ class Masked(NamedTuple):
         size = part.size(self.tokens.shape[1])
         inside = self.chosen & (self.places // size == part.rank)
         first = (~inside).long().argsort(dim=1, stable=True)[:, :size]
-        places, targets, chosen = (x.gather(1, first) for x in (self.places, self.targets, inside))
-        return self._replace(places=(places - part.rank * size).clamp(0, size - 1), targets=targets, chosen=chosen)
+        places = (self.places.gather(1, first) - part.rank * size).clamp(0, size - 1)
+        targets = self.targets.gather(1, first)
+        return self._replace(places=places, targets=targets, chosen=inside.gather(1, first))
 
 
 class MaskedLM(LanguageTask):
@@ -111,9 +112,12 @@ class MaskedLM(LanguageTask):
         random token. So the amount of padding does not matter. As in the original BERT a row has a fixed number of
         slots, so that shapes are the same in every step.
         """
-        tokens, segments = batch["tokens"], batch.get("segments")
+        tokens = batch["tokens"]
         order, action, other = draws.unbind(-1)
-        usable = torch.ones_like(tokens, dtype=torch.bool) if segments is None else segments >= 0
+        usable = torch.ones_like(tokens, dtype=torch.bool)
+        segments = batch.get("segments")
+        if segments is not None:
+            usable = segments >= 0
         for special in self.info.special.values():
             usable &= tokens != special
         slots = max(1, round(rate * tokens.shape[1]))
@@ -132,14 +136,24 @@ class MaskedLM(LanguageTask):
         With a `key` (B, n) each of the n parts of a row is masked like a row. So the same tokens of a text are masked,
         whatever the length of the rows.
         """
-        key, size = batch["key"], len(batch["tokens"])
+        key = batch["key"]
+        size = len(batch["tokens"])
         parts = key.numel() // size
-        rows = {name: batch[name].view(size * parts, -1) for name in ("tokens", "segments") if name in batch}
+        rows = {}
+        for name in ("tokens", "segments"):
+            if name in batch:
+                rows[name] = batch[name].view(size * parts, -1)
         length = rows["tokens"].shape[1]
         draws = uniform(key.flatten(), 3 * length).unflatten(1, (length, 3))
-        tokens, places, targets, chosen = self.mask_tokens(rows, self.config.eval_rate, draws)
-        places = places.view(size, parts, -1) + length * torch.arange(parts, device=places.device)[:, None]
-        return Masked(tokens.view(size, -1), places.flatten(1), targets.view(size, -1), chosen.view(size, -1))
+        masked = self.mask_tokens(rows, self.config.eval_rate, draws)
+        starts = length * torch.arange(parts, device=key.device)[:, None]
+        places = masked.places.view(size, parts, -1) + starts
+        return Masked(
+            tokens=masked.tokens.view(size, -1),
+            places=places.flatten(1),
+            targets=masked.targets.view(size, -1),
+            chosen=masked.chosen.view(size, -1),
+        )
 
     def logits(self, model: nn.Module, batch: Batch, masked: Masked) -> Tensor:
         """Return the logits (B, K, vocabulary) of the chosen tokens."""
@@ -147,7 +161,8 @@ class MaskedLM(LanguageTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         tokens = batch["tokens"]
-        masked = self.mask_tokens(batch, self.config.rate, torch.rand(*tokens.shape, 3, device=tokens.device))
+        draws = torch.rand((*tokens.shape, 3), device=tokens.device)
+        masked = self.mask_tokens(batch, self.config.rate, draws)
         masked = masked.own(unwrapped(model).part)
         loss = token_losses(self.logits(model, batch, masked), masked.targets, masked.chosen)
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))

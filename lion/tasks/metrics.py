@@ -44,7 +44,9 @@ class Metric:
     @property
     def heading(self) -> str:
         """Heading of a column of `number`s: top-1 %, perplexity."""
-        return f"{self.title}{' %' if self.percent else ''}"
+        if self.percent:
+            return f"{self.title} %"
+        return self.title
 
     def scaled(self, value: float) -> float:
         """Return the value as shown: 98.22 for 0.9822 if `percent`."""
@@ -56,7 +58,9 @@ class Metric:
 
     def text(self, value: float) -> str:
         """Format a value with its unit: 98.22 %, 17.42."""
-        return f"{self.number(value)}{' %' if self.percent else ''}"
+        if self.percent:
+            return f"{self.number(value)} %"
+        return self.number(value)
 
     @property
     def worst(self) -> float:
@@ -68,11 +72,15 @@ class Metric:
 
     def gain(self, value: float, over: float) -> float:
         """Return how much better `value` is than `over`; negative if worse."""
-        return value - over if self.higher_is_better else over - value
+        if self.higher_is_better:
+            return value - over
+        return over - value
 
     def as_good(self, value: float, other: float) -> bool:
         """Return whether `value` is at least as good as `other`; False for NaN."""
-        return value >= other if self.higher_is_better else value <= other
+        if self.higher_is_better:
+            return value >= other
+        return value <= other
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
         """Compute the metric from the means of all sums and from the kept rows (samples, ..), in sample order."""
@@ -96,7 +104,8 @@ class MetricOfMeans(Metric):
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
         try:
-            return float(self.function(*(means[name] for name in self.of)))
+            arguments = [means[name] for name in self.of]
+            return float(self.function(*arguments))
         except OverflowError:
             return math.inf
 
@@ -116,7 +125,8 @@ class MetricOfRows(Metric):
         return self.of
 
     def value(self, means: dict[str, float], rows: dict[str, Tensor]) -> float:
-        return float(self.function(*(rows[name] for name in self.of)))
+        columns = [rows[name] for name in self.of]
+        return float(self.function(*columns))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lion.models import MODELS
 from lion.models.bert import BertClassifier
 from lion.samples.base import Batch
 from lion.samples.text import LabelledTextInfo
-from lion.tasks.base import Outcome, Sums, build_or_explain, top_answers, unwrapped
+from lion.tasks.base import Outcome, Sums, build_or_explain, sums_where, top_answers, unwrapped
 from lion.tasks.language import LanguageTask
 from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
 
@@ -55,7 +55,9 @@ def correlation(measure: Callable[..., Any], prediction: Tensor, label: Tensor) 
     if prediction.min() == prediction.max() or label.min() == label.max():
         return 0.0
     value = float(measure(prediction.double(), label.double()).statistic)
-    return value if math.isfinite(value) else 0.0
+    if not math.isfinite(value):
+        return 0.0
+    return value
 
 
 BOTH = ("prediction", "label")
@@ -115,11 +117,18 @@ class SequenceClassification(LanguageTask):
 
     @staticmethod
     def metrics_of(config: SequenceClassificationConfig) -> tuple[Metric, ...]:
-        return *(METRICS[name] for name in config.metrics), LOSS
+        chosen = [METRICS[name] for name in config.metrics]
+        return (*chosen, LOSS)
 
     def build_model(self, config: Any) -> BertClassifier:
-        sizes = {"vocabulary": self.info.vocabulary, "length": self.info.length}
-        return build_or_explain(MODELS[config.name], config, outputs=len(self.info.classes) or 1, **sizes)
+        info = self.info
+        return build_or_explain(
+            MODELS[config.name],
+            config,
+            outputs=len(info.classes) or 1,
+            vocabulary=info.vocabulary,
+            length=info.length,
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         losses = self.losses(self.outputs(model, batch), batch["label"])
@@ -132,18 +141,22 @@ class SequenceClassification(LanguageTask):
         return F.mse_loss(outputs[:, 0], label, reduction="none")
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        outputs, mask, label = self.outputs(model, batch), batch["mask"], batch["label"]
-        prediction = outputs.argmax(-1) if self.info.classes else outputs[:, 0]
-        sums = {"loss": self.losses(outputs, label)}
+        outputs = self.outputs(model, batch)
+        label = batch["label"]
+        values = {"loss": self.losses(outputs, label)}
+        prediction = outputs[:, 0]
         if self.info.classes:
-            sums["accuracy"] = prediction == label
-        count, rows = mask.sum(), {"prediction": prediction, "label": label}
-        return Outcome({name: ((value * mask).sum(), count) for name, value in sums.items()}, outputs, rows)
+            prediction = outputs.argmax(-1)
+            values["accuracy"] = prediction == label
+        rows = {"prediction": prediction, "label": label}
+        return Outcome(sums_where(values, batch["mask"]), outputs, rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, classes), or numbers (B, 1)."""
         embedded = unwrapped(model).types
-        types = batch.get("types") if embedded is not None and embedded.num_embeddings > 1 else None
+        types = None
+        if embedded is not None and embedded.num_embeddings > 1:
+            types = batch.get("types")
         return model(batch["tokens"], batch.get("segments"), types).float()
 
     def describe(self, outputs: Tensor, count: int) -> list[list[str]]:
@@ -153,5 +166,7 @@ class SequenceClassification(LanguageTask):
         return top_answers(outputs, self.info.classes, count)
 
     def example(self, size: int, device: torch.device | str) -> Batch:
+        batch = super().example(size, device)
         kind = torch.long if self.info.classes else torch.float32
-        return {**super().example(size, device), "label": torch.zeros(size, dtype=kind, device=device)}
+        batch["label"] = torch.zeros(size, dtype=kind, device=device)
+        return batch

@@ -13,7 +13,7 @@ from lion.models import MODELS
 from lion.models.token_classifier import TokenClassifier
 from lion.samples.base import Batch
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
-from lion.tasks.base import Outcome, Sums, Task, build_or_explain, own_tokens
+from lion.tasks.base import Outcome, Sums, Task, build_or_explain, own_tokens, sums_where
 from lion.tasks.metrics import ACCURACY, LOSS, Metric
 
 
@@ -43,8 +43,9 @@ class TokenClassification(Task):
 
     def build_model(self, config: Any) -> TokenClassifier:
         info = self.info
-        sizes = {"classes": info.classes, "length": info.longest, "vocabulary": info.vocabulary}
-        return build_or_explain(MODELS[config.name], config, **sizes)
+        return build_or_explain(
+            MODELS[config.name], config, classes=info.classes, length=info.longest, vocabulary=info.vocabulary
+        )
 
     def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the cross-entropy (B, L) of logits (B, L, classes), 0 for tokens without a label."""
@@ -56,10 +57,11 @@ class TokenClassification(Task):
         return Sums(losses.sum(), (labels != UNLABELLED).sum().to(losses.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        logits, labels = self.outputs(model, batch), own_tokens(model, batch["labels"], fill=UNLABELLED)
+        logits = self.outputs(model, batch)
+        labels = own_tokens(model, batch["labels"], fill=UNLABELLED)
         counted = (labels != UNLABELLED) & batch["mask"][:, None]
         values = {"accuracy": logits.argmax(-1) == labels, "loss": self.losses(logits, labels)}
-        return Outcome({name: ((value * counted).sum(), counted.sum()) for name, value in values.items()}, logits)
+        return Outcome(sums_where(values, counted), logits)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, L, classes)."""
@@ -68,4 +70,5 @@ class TokenClassification(Task):
     def example(self, size: int, device: torch.device | str) -> Batch:
         info = self.info
         tokens = torch.randint(info.vocabulary, (size, info.length, info.ids), device=device)
-        return {"tokens": tokens, "labels": torch.randint(info.classes, (size, info.length), device=device)}
+        labels = torch.randint(info.classes, (size, info.length), device=device)
+        return {"tokens": tokens, "labels": labels}

@@ -30,7 +30,8 @@ from lion.trainer.faults import full_disk, out_of_memory
 
 log = logging.getLogger("lion")
 
-FOLDER, MANIFEST = "checkpoints", "manifest.json"
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
 STATE = "state.pt"  # plain checkpoint: everything; sharded checkpoint: all but the tensors of model and optimizer
 SHARDS = ".metadata"  # PyTorch's description of the shards in the same folder
 CONSOLIDATED = "consolidated.pt"  # everything, after a sharded checkpoint was joined
@@ -76,7 +77,8 @@ def seal(scratch: Path, *, sharded: bool = False) -> Path:
 
     A checkpoint of the same step, made by an earlier attempt, is set aside.
     """
-    write_manifest(scratch, [p for p in sorted(scratch.iterdir()) if p.is_file()], sharded=sharded)
+    files = [p for p in sorted(scratch.iterdir()) if p.is_file()]
+    write_manifest(scratch, files, sharded=sharded)
     target = scratch.with_name(scratch.name.removeprefix(".").removesuffix(".tmp"))
     if target.is_dir():
         set_aside(target, "earlier")
@@ -102,8 +104,12 @@ def verified(step: int, folder: Path) -> Checkpoint:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        state = CONSOLIDATED if CONSOLIDATED in manifest["files"] else STATE
-        needed = SHARDS if manifest["sharded"] else state
+        state = STATE
+        if CONSOLIDATED in manifest["files"]:
+            state = CONSOLIDATED
+        needed = state
+        if manifest["sharded"]:
+            needed = SHARDS
         if needed not in manifest["files"]:
             raise UnusableCheckpoint(f"{MANIFEST} does not list {needed}")
         for name, entry in manifest["files"].items():
@@ -133,8 +139,12 @@ def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
         return []
     except OSError as error:
         raise ConfigError(f"{run / FOLDER}: not a folder of checkpoints ({error.strerror})") from None
-    matches = [match for match in map(_NAME.fullmatch, names) if match and kind in (match[1], "*")]
-    return sorted(((int(match[2]), run / FOLDER / match[0]) for match in matches), reverse=True)
+    found = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and kind in (match[1], "*"):
+            found.append((int(match[2]), run / FOLDER / name))
+    return sorted(found, reverse=True)
 
 
 def newest(
@@ -182,8 +192,12 @@ def newest(
 
 def set_aside(path: Path, prefix: str = "damaged") -> None:
     """Rename a checkpoint that is not used, so that its step can be saved again; nothing is deleted."""
-    names = (path.with_name(f"{prefix}-{path.name}{suffix}") for suffix in ("", *(f".{n}" for n in range(1, 10_000))))
-    os.rename(path, next(name for name in names if not name.exists()))
+    target = path.with_name(f"{prefix}-{path.name}")
+    number = 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{prefix}-{path.name}.{number}")
+    os.rename(path, target)
 
 
 def prune(newest: Path, keep: int) -> None:
@@ -191,8 +205,9 @@ def prune(newest: Path, keep: int) -> None:
 
     `newest` and the `keep - 1` checkpoints before it are kept.
     """
-    kind, run = newest.name.partition("-")[0], newest.parent.parent
-    others = [path for _, path in steps_of(run, kind) if path != newest and path.is_dir()]
+    kind = newest.name.partition("-")[0]
+    steps = steps_of(newest.parent.parent, kind)
+    others = [path for _, path in steps if path != newest and path.is_dir()]
     for path in others[keep - 1 :]:
         os.rename(path, path.with_name(f".{path.name}.tmp"))  # a kill must not leave a partial checkpoint
     for path in newest.parent.glob(f".{kind}-*.tmp"):
@@ -230,14 +245,20 @@ def check_space(run: Path, state: int, best: int, keep: int) -> None:
     Raises:
         ConfigError: The folder is not writable, or the disk has too little free space.
     """
-    have = sum(p.stat().st_size for _, folder in steps_of(run, "*") for p in folder.glob("*"))
-    place = next(p for p in (run.absolute(), *run.absolute().parents) if p.is_dir())
+    have = 0
+    for _, folder in steps_of(run, "*"):
+        have += sum(path.stat().st_size for path in folder.glob("*"))
+    place = run.absolute()
+    while not place.is_dir():
+        place = place.parent
     if not os.access(place, os.W_OK):
         raise ConfigError(f"run.root: {place} cannot be written to")
     free = shutil.disk_usage(place).free + have
     need = state * (keep + 1) + best
     if need > free:
-        less = f", set trainer.keep_last=1 (needs {mib(2 * state + best)})" if keep > 1 else ""
+        less = ""
+        if keep > 1:
+            less = f", set trainer.keep_last=1 (needs {mib(2 * state + best)})"
         raise ConfigError(
             f"run.root: checkpoints in {run} need {mib(need)}, but {mib(free)} are free: make room{less} "
             f"or choose another run.root"
@@ -259,7 +280,9 @@ class Writing:
     """
 
     def __init__(self, kind: str, step: int, scratch: Path, write: Callable[[], None], *, beside: bool) -> None:
-        self.kind, self.step, self.scratch = kind, step, scratch
+        self.kind = kind
+        self.step = step
+        self.scratch = scratch
         self.error: Exception | None = None
         self.thread: threading.Thread | None = None
         if beside:
@@ -278,7 +301,9 @@ class Writing:
         """Wait until the checkpoint is written; return why the system refused it, or None. Raise any other error."""
         if self.thread is not None:
             self.thread.join()
-        return None if self.error is None else refusal(self.error)
+        if self.error is None:
+            return None
+        return refusal(self.error)
 
 
 def refusal(error: Exception) -> str:
@@ -295,11 +320,14 @@ def copied(state: Any) -> Any:
     Tensors that share memory also share the memory of the copy, so that they take the same space in a file.
     """
     storages: dict[int, UntypedStorage] = {}
-
-    def copy_of(x: Tensor) -> Tensor:
+    copies: dict[int, Tensor] = {}
+    for x in tree_leaves(state):
+        if not isinstance(x, Tensor):
+            continue
         source = x.untyped_storage()
-        if source.data_ptr() not in storages:
-            storages[source.data_ptr()] = source.clone() if x.device.type == "cpu" else source.cpu()
-        return torch.empty(0, dtype=x.dtype).set_(storages[source.data_ptr()], x.storage_offset(), x.shape, x.stride())
-
-    return copy.deepcopy(state, {id(x): copy_of(x) for x in tree_leaves(state) if isinstance(x, Tensor)})
+        address = source.data_ptr()
+        if address not in storages:
+            storages[address] = source.clone() if x.device.type == "cpu" else source.cpu()
+        same = torch.empty(0, dtype=x.dtype)
+        copies[id(x)] = same.set_(storages[address], x.storage_offset(), x.shape, x.stride())
+    return copy.deepcopy(state, copies)

@@ -45,7 +45,10 @@ class Checkpointer:
     """
 
     def __init__(self, run: Path, learner: TrainedModels, runtime: Runtime, *, keep: int) -> None:
-        self.run, self.learner, self.runtime, self.keep = run, learner, runtime, keep
+        self.run = run
+        self.learner = learner
+        self.runtime = runtime
+        self.keep = keep
         self.saved: int | None = None
         self.writing: Writing | None = None
 
@@ -79,7 +82,8 @@ class Checkpointer:
     def _save(
         self, kind: str, step: int, state: dict[str, Any], shards: dict[str, Any] | None = None, beside: bool = False
     ) -> bool:
-        main, problem = self.runtime.main, None
+        main = self.runtime.main
+        problem = None
         scratch = scratch_path(self.run, kind, step)
         try:
             if main:
@@ -91,7 +95,9 @@ class Checkpointer:
             return self._refused(kind, step, scratch, problem)
         if beside and main:
             state = copied(state)
-        save = None if shards is None else shard_writer(scratch, shards, beside=beside)
+        save = None
+        if shards is not None:
+            save = shard_writer(scratch, shards, beside=beside)
 
         def write() -> None:
             if save is not None:
@@ -99,7 +105,8 @@ class Checkpointer:
             if main:
                 with open(scratch / STATE, "wb") as file:
                     torch.save(state, file)
-                prune(seal(scratch, sharded=save is not None), self.keep if kind == "last" else 1)
+                keep = self.keep if kind == "last" else 1
+                prune(seal(scratch, sharded=save is not None), keep)
 
         self.writing = Writing(kind, step, scratch, write, beside=beside)
         return beside or self.finish()
@@ -111,7 +118,8 @@ class Checkpointer:
         """
         if self.writing is None:
             return True
-        one, self.writing = self.writing, None
+        one = self.writing
+        self.writing = None
         problem = self.runtime.agree(one.refusal())
         if problem is not None:
             return self._refused(one.kind, one.step, one.scratch, problem)
@@ -134,7 +142,8 @@ class Checkpointer:
         found = state = None
         if self.runtime.main:
             taken = newest(self.run, "last", read=lambda c: (c, self._restore(c, restore, trial=True)), repair=True)
-            found, state = taken or (None, None)
+            if taken is not None:
+                found, state = taken
         found = self.runtime.agree(found)
         if found is not None:
             if self._is_collective(found) or not self.runtime.main:
@@ -151,13 +160,17 @@ class Checkpointer:
     ) -> dict[str, Any]:
         state = load_state(found.state)
         try:
-            tensors = {} if found.sharded else {name: state[name] for name in TENSORS}
+            tensors = {}
+            if not found.sharded:
+                tensors = {name: state[name] for name in TENSORS}
             plain = {name: value for name, value in state.items() if name not in TENSORS}
             check_kept(plain)
             if plain["step"] != found.step:
                 raise ValueError(f"step is {plain['step']}")
             if not (trial and self._is_collective(found)):
-                self.learner.restore(load_shards(found.path, into=self.learner.state()) if found.sharded else tensors)
+                if found.sharded:
+                    tensors = load_shards(found.path, into=self.learner.state())
+                self.learner.restore(tensors)
             restore(plain)
         except KeyError as error:
             raise UnusableCheckpoint(f"{found.state}: a run cannot resume from it, {error} is missing") from error

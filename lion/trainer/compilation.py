@@ -71,7 +71,9 @@ def load_compiled(file: str | None) -> None:
 
 def save_compiled(file: str | None) -> None:
     """Write the code that this process has compiled, or found in its caches, to a file."""
-    made = None if file is None else torch.compiler.save_cache_artifacts()
+    if file is None:
+        return
+    made = torch.compiler.save_cache_artifacts()
     if made is None:
         return
     try:
@@ -155,7 +157,9 @@ def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
 
 def can_compile(backend: Any) -> bool:
     """Return whether this machine can compile, after configuring torch.compile; log a warning if not."""
-    missing = missing_compiler() if backend == "inductor" else None
+    missing = None
+    if backend == "inductor":
+        missing = missing_compiler()
     if missing:
         log.warning("running eager, without torch.compile: %s", missing)
         return False
@@ -183,8 +187,9 @@ def missing_compiler() -> str | None:
 def compiler_cache() -> Path:
     """Return the folder of compiled code, or the nearest folder above it that exists."""
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
-    existing = [path for path in (folder, *folder.parents) if path.exists()]
-    return existing[0] if existing else folder
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def prepare_compiler() -> threading.Thread | None:
@@ -207,7 +212,10 @@ def prepare_compiler() -> threading.Thread | None:
     def prepare() -> None:
         try:
             flags = cpu_vec_isa.x86_isa_checker()
-            sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(f in flags for f in str(isa).split())]
+            sets = []
+            for isa in cpu_vec_isa.supported_vec_isa_list:
+                if all(flag in flags for flag in str(isa).split()):
+                    sets.append(isa)
             with ThreadPoolExecutor() as pool:  # each test compiles and loads small libraries
                 list(pool.map(bool, sets))
             codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], EMPTY_KERNEL)

@@ -32,23 +32,33 @@ class Monitor:
     """Reporter of training metrics; each line covers the steps since the previous line."""
 
     def __init__(self, state: RunState, batches: Batches, out: RunLog | NoLog) -> None:
-        self.state, self.batches, self.out = state, batches, out
+        self.state = state
+        self.batches = batches
+        self.out = out
         self.skipped = 0  # number of skipped steps at the last report
         self.saving = 0.0
         self.restart()
 
     def restart(self) -> None:
         """Restart the measurement, because the time since the last report was partly spent outside training."""
-        self.started, self.waited, self.samples = time.perf_counter(), 0.0, 0
+        self.started = time.perf_counter()
+        self.waited = 0.0
+        self.samples = 0
 
     def report(self, loss: Tensor, lr: float, norm: Tensor) -> None:
         """Write a line with the values of the last step and the speed since the previous line."""
-        state, unit = self.state, self.state.task.unit
-        loss, norm = loss.item(), norm.item()  # waits for the steps so far, whose time counts
+        state = self.state
+        unit = state.task.unit
+        loss = loss.item()  # waits for the steps so far, whose time counts
+        norm = norm.item()
         seconds = time.perf_counter() - self.started
-        step = {} if state.plan.seconds is None else {"step": f"{state.step:,}"}  # the progress bar counts seconds here
-        speed = {f"{unit}/s": rate(self.samples, seconds)}
-        self.out.progress(state.at, **step, loss=f"{loss:.3f}", lr=f"{lr:.1e}", **speed)
+        shown = {}
+        if state.plan.seconds is not None:  # the progress bar counts seconds here
+            shown["step"] = f"{state.step:,}"
+        shown["loss"] = f"{loss:.3f}"
+        shown["lr"] = f"{lr:.1e}"
+        shown[f"{unit}/s"] = rate(self.samples, seconds)
+        self.out.progress(state.at, **shown)
         values = {
             "loss": loss,
             "lr": lr,
@@ -59,14 +69,17 @@ class Monitor:
             "compiled_graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         }
         if self.saving:
-            values["save_seconds"], self.saving = self.saving, 0.0
+            values["save_seconds"] = self.saving
+            self.saving = 0.0
         if state.plan.ramp is not None:
             values["batch_size"] = state.taken
         faults = self.faults()
         if faults["skipped_steps"] > self.skipped:
             self.skipped = faults["skipped_steps"]
             log.warning("step %d: %d steps skipped so far, loss or gradient not finite", state.step, self.skipped)
-        values.update({name: count for name, count in faults.items() if count})
+        for name, count in faults.items():
+            if count:
+                values[name] = count
         self.out.write(state.step, "train", values, **state.place())
         self.restart()
 
@@ -75,8 +88,9 @@ class Monitor:
 
         The number of skipped steps is identical in all processes and is not summed.
         """
-        own = torch.tensor([len(self.batches.unreadable), self.batches.died])
-        unreadable, died = self.state.runtime.sum(*own).int().tolist()
+        unreadable = torch.tensor(len(self.batches.unreadable))
+        died = torch.tensor(self.batches.died)
+        unreadable, died = self.state.runtime.sum(unreadable, died).int().tolist()
         return {"skipped_steps": self.state.guard.read()[0], "unreadable_samples": unreadable, "dead_workers": died}
 
 
@@ -97,7 +111,10 @@ def nonfinite_steps(state: RunState) -> str | None:
 
 def all_finite(metrics: list[float], weights: list[Tensor]) -> bool:
     """Return whether all metrics and all weights are finite."""
-    return all(map(math.isfinite, metrics)) and all(torch.stack([w.isfinite().all() for w in weights]).tolist())
+    if not all(map(math.isfinite, metrics)):
+        return False
+    finite = torch.stack([weight.isfinite().all() for weight in weights])
+    return all(finite.tolist())
 
 
 def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Histogram]:
@@ -118,7 +135,8 @@ def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Hi
     for i, unit in enumerate(model.units()):
         decays = [module for module in unit.modules() if isinstance(module, Decay)]
         for j, decay in enumerate(decays):  # a block has one decay, or one per direction or scan
-            hooks.append(decay.register_forward_hook(keep(f"blocks.{i}.{j}" if j else f"blocks.{i}")))
+            name = f"blocks.{i}.{j}" if j else f"blocks.{i}"
+            hooks.append(decay.register_forward_hook(keep(name)))
     if not hooks:
         return {}
     training = model.training
@@ -157,7 +175,10 @@ def peak_so_far(device: torch.device) -> int:
     """Return the peak memory in bytes since the start: of tensors on CUDA, otherwise of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024
 
 
 def process_peak(once: Callable[[], object], device: torch.device) -> int | None:

@@ -23,13 +23,19 @@ class Totals:
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.metrics = [metric for metric in metrics if not isinstance(metric, MetricOfPass)]
         self.sums: dict[str, list[Tensor]] = {}
-        self.rows: dict[str, list[Tensor]] = {name: [] for metric in self.metrics for name in metric.rows}
+        self.rows: dict[str, list[Tensor]] = {}
+        for metric in self.metrics:
+            for name in metric.rows:
+                self.rows[name] = []
 
     def add(self, outcome: Outcome, mask: Tensor) -> None:
         """Add the outcome of a batch; `mask` (B,) is True for real samples and False for padding."""
-        for name, pair in outcome.sums.items():
-            pair = [x.double() for x in pair]
-            self.sums[name] = [a + b for a, b in zip(self.sums[name], pair)] if name in self.sums else pair
+        for name, (total, weight) in outcome.sums.items():
+            pair = [total.double(), weight.double()]
+            if name in self.sums:
+                before = self.sums[name]
+                pair = [before[0] + pair[0], before[1] + pair[1]]
+            self.sums[name] = pair
         for name, kept in self.rows.items():
             kept.append(outcome.rows[name][mask])
 
@@ -38,15 +44,25 @@ class Totals:
 
         Sums are added over processes before they are divided. Rows are concatenated in the order of the split.
         """
-        flat = runtime.sum(*[x for pair in self.sums.values() for x in pair]).tolist() if self.sums else []
-        means = {name: divided(*flat[2 * i : 2 * i + 2]) for i, name in enumerate(self.sums)}
-        each = runtime.sequence  # processes that share rows have the same outputs of rows
-        rows = {name: torch.cat(runtime.gather(torch.cat(kept).cpu())[::each]) for name, kept in self.rows.items()}
+        means = {}
+        if self.sums:
+            own = []
+            for pair in self.sums.values():
+                own.extend(pair)
+            sums = runtime.sum(*own).tolist()
+            for i, name in enumerate(self.sums):
+                means[name] = divided(sums[2 * i], sums[2 * i + 1])
+        rows = {}
+        for name, kept in self.rows.items():
+            parts = runtime.gather(torch.cat(kept).cpu())
+            rows[name] = torch.cat(parts[:: runtime.sequence])  # processes that share rows have the same outputs
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
 
 
 def divided(total: float, weight: float) -> float:
-    return total / weight if weight else math.nan
+    if not weight:
+        return math.nan
+    return total / weight
 
 
 class FirstBatchKept:

@@ -56,9 +56,15 @@ def truncated_library(error: BaseException) -> str | None:
     Such a file remains when a compilation was killed while writing.
     """
     found = re.search(r"(/[^\n:]*\.so): (?:file too short|invalid ELF header)", str(error))
-    caches = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-    ours = found and any(cache in found[1] for cache in ("/torchinductor_", "/.triton/", *filter(None, caches)))
-    return found[1] if ours else None
+    if found is None:
+        return None
+    caches = ["/torchinductor_", "/.triton/"]
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if os.environ.get(name):
+            caches.append(os.environ[name])
+    if any(cache in found[1] for cache in caches):
+        return found[1]
+    return None
 
 
 def os_error_text(error: OSError) -> str:
@@ -66,7 +72,9 @@ def os_error_text(error: OSError) -> str:
     place = error.filename2 or error.filename  # of two paths, the second is the destination
     if error.errno == errno.EMFILE:
         return f"{error.strerror}: raise their limit (ulimit -n), or use fewer processes with data.workers=N"
-    return f"{place}: {error.strerror}" if place else str(error.strerror)
+    if place:
+        return f"{place}: {error.strerror}"
+    return str(error.strerror)
 
 
 def advised_error(error: Exception, *, step: int, micro: int, kept: str) -> Exception | None:
@@ -85,7 +93,9 @@ def advised_error(error: Exception, *, step: int, micro: int, kept: str) -> Exce
 
 def divergence_advice(best: Path | None) -> str:
     """Return advice after divergence; `best` is the folder of a run whose best weights can initialise a new run."""
-    start = f"run.name=NAME, init_from={best} keeps the best weights" if best else "run.name=NAME"
+    start = "run.name=NAME"
+    if best:
+        start = f"run.name=NAME, init_from={best} keeps the best weights"
     return (
         f"In a new run ({start}) try trainer.clip_grad=1, a lower optim.lr, a longer schedule.warmup, "
         f"trainer.precision=fp32"
@@ -100,9 +110,7 @@ def out_of_memory(error: BaseException) -> bool:
 def memory_advice(step: int, micro: int) -> ConfigError:
     """Return the error for running out of memory, with advice on `trainer.micro_batch`."""
     smaller = max((m for m in range(1, micro) if micro % m == 0), default=None)
-    advice = (
-        f"try trainer.micro_batch={smaller}; the global batch size does not change"
-        if smaller
-        else "trainer.micro_batch cannot be smaller: try a smaller model or input"
-    )
+    advice = "trainer.micro_batch cannot be smaller: try a smaller model or input"
+    if smaller:
+        advice = f"try trainer.micro_batch={smaller}; the global batch size does not change"
     return ConfigError(f"out of memory at step {step} with trainer.micro_batch={micro}: {advice}")

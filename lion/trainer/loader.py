@@ -60,8 +60,14 @@ class StepSampler(Sequence):
         rank: int,
         world: int,
     ) -> None:
-        self.size, self.order, self.micro, self.seed = size, order, micro, seed
-        self.start, self.end, self.rank, self.world = start, ENDLESS if end is None else end, rank, world
+        self.size = size
+        self.order = order
+        self.micro = micro
+        self.seed = seed
+        self.start = start
+        self.end = ENDLESS if end is None else end
+        self.rank = rank
+        self.world = world
         self.per_epoch = size // batch * batch
 
     def samples(self, count: int) -> list[int]:
@@ -133,7 +139,8 @@ class SeededDataset(Dataset):
     """A data set whose random augmentation depends on (seed, epoch, place in the epoch, sample) alone."""
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+        self.dataset = dataset
+        self.seed = seed
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
         samples = Samples()
@@ -145,8 +152,9 @@ class SeededDataset(Dataset):
 
     def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
         """Make a whole batch with a `DeviceDataset`, whose augmentation depends on (seed, epoch, first place)."""
-        generator = torch.Generator(device).manual_seed(derive(self.seed, *keys[0][:2]))
-        return self.dataset.batch([index for *_, index in keys], device, generator)
+        epoch, place, _ = keys[0]
+        generator = torch.Generator(device).manual_seed(derive(self.seed, epoch, place))
+        return self.dataset.batch([index for _, _, index in keys], device, generator)
 
 
 class PaddedDataset(Dataset):
@@ -159,14 +167,17 @@ class PaddedDataset(Dataset):
     """
 
     def __init__(self, dataset: Dataset, seed: int, split: str, chosen: Sequence[int] | None = None) -> None:
-        self.dataset, self.seed, self.split = dataset, seed, split
+        self.dataset = dataset
+        self.seed = seed
+        self.split = split
         self.chosen = range(len(dataset)) if chosen is None else chosen
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        samples, (places, real, keys) = Samples(), self.places(indices)
+        samples = Samples()
+        places, real, keys = self.places(indices)
         with preserved_generator() as generator:
             for i, (place, key) in enumerate(zip(places, keys)):
                 generator.manual_seed(key)
@@ -183,8 +194,11 @@ class PaddedDataset(Dataset):
     def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:
         """Return the samples to read, whether each of them is real (not padding), and their keys."""
         real = [index < len(self) for index in indices]
-        places = [self.chosen[index if ok else 0] for index, ok in zip(indices, real)]
-        return places, real, [derive(self.seed, self.split, place) for place in places]
+        places = []
+        for index, ok in zip(indices, real):
+            places.append(self.chosen[index if ok else 0])
+        keys = [derive(self.seed, self.split, place) for place in places]
+        return places, real, keys
 
 
 def leave_signals(_: int) -> None:
@@ -224,8 +238,12 @@ class Batches:
         faults: FaultsConfig,
         device: torch.device | str,
     ) -> None:
-        self.collate, self.device = collate, torch.device(device)
-        self.dataset, self.sampler, self.pin, self.faults = dataset, sampler, pin, faults
+        self.dataset = dataset
+        self.sampler = sampler
+        self.collate = collate
+        self.pin = pin
+        self.faults = faults
+        self.device = torch.device(device)
         self.workers = affordable(workers)
         self.unreadable: set[int] = set()
         self.died = 0
@@ -243,7 +261,8 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         if isinstance(self.dataset.dataset, DeviceDataset):
-            yield from (self.dataset.batch(list(keys), self.device) for keys in self.sampler)
+            for keys in self.sampler:
+                yield self.dataset.batch(list(keys), self.device)
             return
         done = 0
         while True:

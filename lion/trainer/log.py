@@ -57,13 +57,17 @@ class RunLog:
         shown = dict(desc=folder.name, unit=unit, leave=True, delay=0)
         if unit == "s":  # a rate in seconds per second would say nothing
             shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
-        self.name, self.started = folder.name, False
+        self.name = folder.name
+        self.started = False
         self.bar = progress(total=round(total), initial=round(done), **shown)
         self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
-        self.hook, threading.excepthook = threading.excepthook, self.thread_failed
-        if not evaluated:
-            for line in (x for x in kept if x["step"] == start):  # TensorBoard has purged the whole step
+        self.hook = threading.excepthook
+        threading.excepthook = self.thread_failed
+        if evaluated:
+            return
+        for line in kept:
+            if line["step"] == start:  # TensorBoard has purged the whole step
                 values = {k: v for k, v in line.items() if k not in ("step", "kind", *PLACE) and v is not None}
                 self.scalars(start, line["kind"], values)
 
@@ -75,7 +79,8 @@ class RunLog:
         if self.started:
             self.bar.update(place - self.bar.n)
             return
-        self.started, self.bar.n = True, place
+        self.started = True
+        self.bar.n = place
         self.bar.restart_clock()  # before the bar shows a rate, because the first step includes compilation
         self.bar.refresh()
 
@@ -89,8 +94,10 @@ class RunLog:
 
     def write(self, step: int, kind: str, values: dict[str, float], **more: Any) -> None:
         """Write one line to `metrics.jsonl` and one TensorBoard point per value."""
-        finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # JSON has no NaN
-        self.pending += (json.dumps({"step": step, "kind": kind, **more, **finite}) + "\n").encode()
+        line = {"step": step, "kind": kind, **more}
+        for name, value in values.items():
+            line[name] = value if math.isfinite(value) else None  # JSON has no NaN
+        self.pending += (json.dumps(line) + "\n").encode()
         self.drain()
         self.scalars(step, kind, values)
 
@@ -112,14 +119,16 @@ class RunLog:
         """
         with self.space():
             for name, value in values.items():
-                self.board.add_histogram_raw(f"{kind}/{name}", *value, step)
+                self.board.add_histogram_raw(f"{kind}/{name}", global_step=step, **value._asdict())
 
     def show(self, step: int, values: dict[str, Tensor | str]) -> None:
         """Write images (channels, height, width) and texts to TensorBoard."""
         with self.space():
             for name, value in values.items():
-                add = self.board.add_text if isinstance(value, str) else self.board.add_image
-                add(name, value, step)
+                if isinstance(value, str):
+                    self.board.add_text(name, value, step)
+                else:
+                    self.board.add_image(name, value, step)
 
     def flush(self) -> None:
         """Flush everything to disk, so that no checkpoint is newer than its metrics."""
@@ -170,7 +179,9 @@ def write_results(folder: Path, step: int, results: dict[str, float], settings: 
     from torch.utils.tensorboard import SummaryWriter  # slow to import
     from torch.utils.tensorboard.summary import hparams
 
-    columns = {k: v if type(v) in (int, float) else str(v) for k, v in settings.items()}
+    columns = {}
+    for name, value in settings.items():
+        columns[name] = value if type(value) in (int, float) else str(value)
     with contextlib.closing(SummaryWriter(str(folder), filename_suffix=".results")) as board:
         for part in hparams(columns, results):
             board.file_writer.add_summary(part)
@@ -202,7 +213,8 @@ def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:
                 kept.append(values)
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
-    write_atomic(path, lambda file: file.writelines((json.dumps(v) + "\n").encode() for v in kept))
+    text = "".join(json.dumps(values) + "\n" for values in kept)
+    write_atomic(path, lambda file: file.write(text.encode()))
     return kept
 
 
@@ -211,7 +223,8 @@ def bin_edges() -> list[float]:
     positive = [1e-12]
     while positive[-1] * 1.1 < 1e20:
         positive.append(positive[-1] * 1.1)
-    return [*(-v for v in reversed(positive)), 0.0, *positive]
+    negative = [-edge for edge in reversed(positive)]
+    return [*negative, 0.0, *positive]
 
 
 EDGES = bin_edges()
@@ -239,8 +252,9 @@ def histogram(values: Tensor) -> Histogram | None:
     edges = torch.tensor(EDGES, dtype=torch.float64, device=values.device)
     counts = torch.bincount(torch.bucketize(values, edges, out_int32=True, right=True), minlength=len(EDGES) + 1)
     stats = torch.stack([values.min(), values.max(), values.sum(), values.square().sum()])
-    low, high, total, squares, *counts = torch.cat([stats, counts.double()]).tolist()
-    counts = counts[:-1]  # the last count is beyond all edges; counts[i] lies below EDGES[i]
+    found = torch.cat([stats, counts.double()]).tolist()
+    low, high, total, squares = found[:4]
+    counts = found[4:-1]  # the last count is beyond all edges; counts[i] lies below EDGES[i]
     filled = [i for i, count in enumerate(counts) if count and i]
     if not filled:
         return None

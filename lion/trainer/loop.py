@@ -55,16 +55,23 @@ class Trainer:
         *,
         workers: int = 0,
     ) -> None:
-        self.plan, self.config = plan, plan.trainer
-        self.task, self.folder, self.runtime = task, folder, runtime
+        self.plan = plan
+        self.config = plan.trainer
+        self.task = task
+        self.folder = folder
+        self.runtime = runtime
         self.model = model.to(runtime.device)
         if runtime.part is not None:
             self.model.check_split(runtime.part.count)
             self.model.part = runtime.part
-        self.average = None if self.config.ema is None else Average(self.model, self.config.ema)
-        self.ema = None if self.average is None else self.average.model
+        self.models = [self.model]
+        self.average = None
+        self.ema = None
+        if self.config.ema is not None:
+            self.average = Average(self.model, self.config.ema)
+            self.ema = self.average.model
+            self.models.append(self.ema)
         self.buffers = Buffers(self.model)
-        self.models = [m for m in (self.model, self.ema) if m is not None]
         if self.config.parallel == "fsdp" and runtime.world > 1:
             for part in self.models:
                 shard(part, runtime)
@@ -86,7 +93,8 @@ class Trainer:
             RunError: Training cannot continue, or the last step cannot be saved.
             ConfigError: A setting does not fit the machine or the contents of the run folder.
         """
-        begin, state = time.perf_counter(), self.state
+        begin = time.perf_counter()
+        state = self.state
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.with_advice())
             self.prepare()
@@ -121,8 +129,10 @@ class Trainer:
         """Compile the models and restore the newest usable checkpoint."""
         if self.config.compile:
             load_compiled(self.config.compiled_code)
-            how = {"memory_budget": self.config.memory_budget, "autotune": self.config.autotune}
-            self.state.compiled = all(compile_blocks(model, **how) for model in self.models)
+            self.state.compiled = all(
+                compile_blocks(model, memory_budget=self.config.memory_budget, autotune=self.config.autotune)
+                for model in self.models
+            )
         if self.state.compiled:
             log.info("compiling: the first steps and the first evaluation take longer")
         kept = self.checkpoints.resume(self.state.restore)
@@ -136,12 +146,20 @@ class Trainer:
         state = self.state
         if not self.runtime.main:
             return NoLog()
-        bar = {"total": self.plan.length, "done": state.at, "unit": "step" if self.plan.seconds is None else "s"}
-        return RunLog(self.folder, start=state.step, evaluated=not state.evaluation_due, **bar)
+        return RunLog(
+            self.folder,
+            start=state.step,
+            total=self.plan.length,
+            done=state.at,
+            unit="step" if self.plan.seconds is None else "s",
+            evaluated=not state.evaluation_due,
+        )
 
     def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
         """Run the training loop; return False if a signal stopped the loop."""
-        state, timer, save_due = self.state, SaveTimer(self.plan.save_seconds), False
+        state = self.state
+        timer = SaveTimer(self.plan.save_seconds)
+        save_due = False
         complete = self.evaluate_if_due(out)  # a signal may have interrupted the last evaluation
         clock = TrainingClock(compiles=state.compiled, stopped=self.stopped_time)
         while complete and not state.finished:
@@ -249,8 +267,10 @@ class Trainer:
     def measure(self, out: RunLog | NoLog) -> bool:
         """Evaluate on the held-out splits and save the best weights; return False if a signal interrupted."""
         state = self.state
-        splits, results = self.data.held_out(), {}
-        val = splits["val"] = FirstBatchKept(splits["val"])
+        splits = self.data.held_out()
+        val = FirstBatchKept(splits["val"])
+        splits["val"] = val
+        results = {}
         compute = partial(evaluate, precision=self.config.precision, stop=lambda: self.runtime.any(self.stopping)[0])
         for split, batches in splits.items():
             seed = derive(self.plan.seed, split)
@@ -266,8 +286,11 @@ class Trainer:
             out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
         names = [metric.name for metric in self.task.metrics if not metric.partial]
-        chosen_by = [results[kind][name] for kind in ("val", "val_ema") if kind in results for name in names]
-        if self.runtime.any(not all_finite(chosen_by, local(list(self.model.parameters()))))[0]:
+        chosen_by = [results["val"][name] for name in names]
+        if "val_ema" in results:
+            chosen_by += [results["val_ema"][name] for name in names]
+        weights = local(list(self.model.parameters()))
+        if self.runtime.any(not all_finite(chosen_by, weights))[0]:
             what = f"step {state.step}: weights, or outputs on val, are not finite"
             if state.finished:
                 self.diverged(what)
@@ -280,7 +303,8 @@ class Trainer:
 
     def keep_if_best(self, value: float) -> None:
         """Save the weights if no earlier weights were better on `val`; equal later weights replace earlier weights."""
-        state, best = self.state, {"value": value, "step": self.state.step}
+        state = self.state
+        best = {"value": value, "step": state.step}
         if not self.task.metric.as_good(value, state.best["value"]) or best == state.best:
             return
         if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, **state.about()}):
@@ -297,8 +321,8 @@ class Trainer:
     def diverged(self, what: str) -> NoReturn:
         if not self.runtime.main:  # every process sees the divergence, the first reports it
             sys.exit(1)
-        advice = divergence_advice(self.folder if self.state.best["step"] else None)
-        raise RunError(f"{what}; {self.checkpoints.kept}. {advice}")
+        best = self.folder if self.state.best["step"] else None
+        raise RunError(f"{what}; {self.checkpoints.kept}. {divergence_advice(best)}")
 
     @contextlib.contextmanager
     def with_advice(self) -> Iterator[None]:

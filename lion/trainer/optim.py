@@ -41,7 +41,9 @@ class OptimConfig:
 
     def peak(self, batch_size: int) -> float:
         """Return the peak learning rate for a global batch of `batch_size` samples."""
-        return self.lr if self.lr_batch is None else self.lr * batch_size / self.lr_batch
+        if self.lr_batch is None:
+            return self.lr
+        return self.lr * batch_size / self.lr_batch
 
 
 class Factors(NamedTuple):
@@ -54,7 +56,10 @@ class Factors(NamedTuple):
 def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
     """Return the factors of every trained parameter by name, from `no_decay` and `lion.layers.optim_factors`."""
     named = optim_factors(model)
-    own_factors = {id(p): named[name] for name, p in model.named_parameters(remove_duplicate=False) if name in named}
+    own_factors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in named:
+            own_factors[id(parameter)] = named[name]
     found = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -65,8 +70,12 @@ def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
             "gpt": parameter.dim() < 2,
             "none": False,
         }[no_decay]
-        decay = 1.0 if no_decay == "none" else own.weight_decay
-        found[name] = Factors(0.0 if spared else decay, own.lr)
+        decay = own.weight_decay
+        if no_decay == "none":
+            decay = 1.0
+        elif spared:
+            decay = 0.0
+        found[name] = Factors(decay, own.lr)
     return found
 
 
@@ -111,7 +120,9 @@ def to_steps(duration: str | int | float, *, steps_per_epoch: int, total: int | 
 def to_seconds(duration: str | int) -> float | None:
     """Return the seconds of a time (`"30min"`, `"24h"`), or None for any other duration."""
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d+)?)\s*(min|h)\s*", str(duration))
-    return {"min": 60, "h": 3600}[match[2]] * float(match[1]) if match else None
+    if match is None:
+        return None
+    return {"min": 60, "h": 3600}[match[2]] * float(match[1])
 
 
 def to_share(duration: str | int, seconds: float) -> float:
@@ -164,8 +175,11 @@ def constant(at: Moment) -> float:
 
 def budget_triangle(at: Moment) -> float:
     """Rise from 25 % of the peak to the peak over 75 % of the curve, then fall to the lowest rate (2212.14034)."""
-    up, down = 0.25 + at.progress, (1 - at.progress) / 0.25
-    return max(at.least, at.peak * up) if up <= down else at.least + (at.peak - at.least) * down
+    up = 0.25 + at.progress
+    down = (1 - at.progress) / 0.25
+    if up <= down:
+        return max(at.least, at.peak * up)
+    return at.least + (at.peak - at.least) * down
 
 
 # learning rates after the warm-up, by name; a new schedule needs one function and one entry
@@ -219,11 +233,14 @@ class Buffers:
     """The persistent buffers of a model (running statistics), which a skipped step must leave unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.names = model, persistent_buffers(model)
+        self.model = model
+        self.names = persistent_buffers(model)
         self.before: list[Tensor] = []
 
     def current(self) -> list[Tensor]:
-        held = dict(self.model.named_buffers()) if self.names else {}
+        if not self.names:
+            return []
+        held = dict(self.model.named_buffers())
         return [held[name] for name in self.names]
 
     def keep(self) -> None:
@@ -250,7 +267,10 @@ class Average:
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
         torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - self.decay)
-        averaged, current = (dict(m.named_buffers()) if self.buffers else {} for m in (self.model, model))
+        if not self.buffers:
+            return
+        averaged = dict(self.model.named_buffers())
+        current = dict(model.named_buffers())
         for name in self.buffers:
             if averaged[name].is_floating_point():
                 averaged[name].lerp_(current[name], 1 - self.decay)

@@ -71,19 +71,28 @@ def synchronise(forward: nn.Module, now: bool) -> AbstractContextManager:
 
 def local(tensors: list[Tensor]) -> list[Tensor]:
     """Return the shards that this process holds, without copies."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    shards = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        shards.append(tensor)
+    return shards
 
 
 def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor in every process; return any other tensor unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 class TrainedModels:
     """Model, averaged model and optimizer, saved and restored together in the same way for DDP and FSDP2."""
 
     def __init__(self, model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.ema, self.optimizer = model, ema, optimizer
+        self.model = model
+        self.ema = ema
+        self.optimizer = optimizer
 
     @property
     def sharded(self) -> bool:
@@ -91,17 +100,19 @@ class TrainedModels:
 
     def state(self) -> dict[str, Any]:
         """Return all tensors by plain names; the tensors are sharded if the model is sharded."""
-        return {
-            "model": get_model_state_dict(self.model),
-            "ema": {} if self.ema is None else get_model_state_dict(self.ema),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
+        state = {"model": get_model_state_dict(self.model), "ema": {}}
+        if self.ema is not None:
+            state["ema"] = get_model_state_dict(self.ema)
+        state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
 
     def weights(self) -> dict[str, Any]:
         """Gather weights and averaged weights in the first process; all processes must call this method."""
         options = StateDictOptions(full_state_dict=self.sharded, cpu_offload=self.sharded)
-        models = {"model": self.model, "ema": self.ema}
-        return {k: None if m is None else get_model_state_dict(m, options=options) for k, m in models.items()}
+        weights = {"model": get_model_state_dict(self.model, options=options), "ema": None}
+        if self.ema is not None:
+            weights["ema"] = get_model_state_dict(self.ema, options=options)
+        return weights
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore tensors that `state` returned, sharded or whole."""
@@ -111,7 +122,9 @@ class TrainedModels:
             set_model_state_dict(self.ema, state["ema"], options=options)
         found = state["optimizer"]
         groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
-        if [group["params"] for group in groups] != [group["params"] for group in found["param_groups"]]:
+        now = [group["params"] for group in groups]
+        then = [group["params"] for group in found["param_groups"]]
+        if now != then:
             found = {**found, "param_groups": groups}  # an earlier version spared others from weight decay
         set_optimizer_state_dict(self.model, self.optimizer, found, options=options)
 
@@ -126,7 +139,9 @@ def shard_writer(folder: Path, tensors: dict[str, Any], *, beside: bool) -> Call
     With `beside`, the function writes copies that are made now, and may be called by a thread: its processes
     communicate in a group that only such functions use. If one process fails, all raise as in `_ordinary_errors`.
     """
-    saving = dcp.async_save(tensors, checkpoint_id=folder, process_group=_writers()) if beside else None
+    saving = None
+    if beside:
+        saving = dcp.async_save(tensors, checkpoint_id=folder, process_group=_writers())
 
     def write() -> None:
         with _ordinary_errors():
@@ -162,7 +177,10 @@ def _ordinary_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:  # not a subclass of Exception
         causes = [cause for cause, _ in error.failures.values()]
-        raise next((c for c in causes if isinstance(c, OSError)), RuntimeError(str(causes))) from error
+        for cause in causes:
+            if isinstance(cause, OSError):
+                raise cause from error
+        raise RuntimeError(str(causes)) from error
 
 
 def join_shards(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lion.config import ConfigError, nearest_divisor, rounding, setting
 from lion.models.base import Model
@@ -85,14 +85,17 @@ class TrainerConfig:
             try:
                 steps = to_steps(value, steps_per_epoch=1000, total=100_000)
             except ValueError as error:
-                raise ValueError(f"{name}: {error}{' (or a time, 30min)' if timed else ''}") from None
+                more = " (or a time, 30min)" if timed else ""
+                raise ValueError(f"{name}: {error}{more}") from None
             if steps < 1:
                 raise ValueError(f"{name}: expected more than 0, got {value!r}")
         self.check_ramp()
 
     def processes_of_a_row(self, world: int) -> int:
         """Return how many of `world` processes are to share the tokens of a row, a divisor of `world` or not."""
-        return self.sequence or (world if self.parallel == "sequence" else 1)
+        if self.sequence:
+            return self.sequence
+        return world if self.parallel == "sequence" else 1
 
     def sharing(self, world: int) -> int:
         """Return how many of `world` processes share the tokens of a row.
@@ -108,8 +111,12 @@ class TrainerConfig:
 
     def describe(self) -> str:
         """Return length and batch size as text."""
-        length = f"{self.epochs:g} epochs" if self.epochs is not None else f"{self.steps:,} steps" if self.steps else ""
-        return f"{length or f'{self.time} of training'} in batches of {self.batches()}"
+        length = f"{self.time} of training"
+        if self.epochs is not None:
+            length = f"{self.epochs:g} epochs"
+        elif self.steps:
+            length = f"{self.steps:,} steps"
+        return f"{length} in batches of {self.batches()}"
 
     def batches(self) -> str:
         """Return the batch size, or its ramp, as text."""
@@ -172,7 +179,9 @@ class Plan:
     @property
     def length(self) -> float:
         """The length of the run, in steps, or in seconds for a time-limited run."""
-        return self.total if self.seconds is None else self.seconds
+        if self.seconds is None:
+            return self.total
+        return self.seconds
 
     def batch(self, at: float) -> int:
         """Return the batch size of the step that begins at place `at` of `length`."""
@@ -199,6 +208,39 @@ class TrainingRecipe(Protocol):
     seed: int
 
 
+class Length(NamedTuple):
+    """The length of a run: `total` steps of `steps_per_epoch`, or `seconds` of training."""
+
+    steps_per_epoch: int
+    total: int | None
+    seconds: float | None
+
+    def span(self, key: str, duration: str | int) -> float:
+        """Return the duration at `key` of the recipe in the unit of `Plan.length`.
+
+        Raises:
+            ConfigError: It cannot be converted for a run of this length.
+        """
+        try:
+            if self.seconds:
+                return to_share(duration, self.seconds)
+            return to_steps(duration, steps_per_epoch=self.steps_per_epoch, total=self.total)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
+
+    def every(self, key: str, duration: str | int) -> int:
+        """Return the duration at `key` of the recipe in steps, at least 1.
+
+        Raises:
+            ConfigError: It is in percent of a run of unknown steps.
+        """
+        if self.seconds and "%" in str(duration):
+            raise ConfigError(
+                f"{key}: {duration!r} is undefined in a time-limited run: give steps (1000) or epochs ('1ep')"
+            )
+        return max(1, to_steps(duration, steps_per_epoch=self.steps_per_epoch, total=self.total))
+
+
 def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     """Compute the lengths of a run, and the gradient accumulation that makes up the global batch of the recipe.
 
@@ -209,7 +251,11 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     c = recipe.trainer
     world //= c.sharing(world)  # processes that share rows have the same samples
     per_epoch = steps_per_epoch(samples, c.batch_size)
-    least, key = (c.batch_size, "batch_size") if c.batch_start is None else (c.batch_start, "batch_start")
+    key = "batch_size"
+    least = c.batch_size
+    if c.batch_start is not None:
+        key = "batch_start"
+        least = c.batch_start
     if least % world:
         near = max(world, round(least / world) * world)
         raise ConfigError(f"trainer.{key}: {least} cannot be divided evenly among {world} processes, nearest: {near}")
@@ -217,12 +263,19 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     micro = min(c.micro_batch or share, share)
     if share % micro:
         fits = [m for m in range(1, share + 1) if share % m == 0]
-        below, above = max(m for m in fits if m < micro), min(m for m in fits if m > micro)
+        below = max(m for m in fits if m < micro)
+        above = min(m for m in fits if m > micro)
         raise ConfigError(
             f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
         )
-    seconds = None if c.time is None else to_seconds(c.time)
-    total = None if seconds else c.steps if c.steps is not None else max(1, round(c.epochs * per_epoch))
+    seconds = None
+    total = None
+    if c.time is not None:
+        seconds = to_seconds(c.time)
+    elif c.steps is not None:
+        total = c.steps
+    else:
+        total = max(1, round(c.epochs * per_epoch))
     peak = recipe.optim.peak(c.batch_size)
     for name, value in (("min_lr", recipe.schedule.min_lr), ("warmup_lr", recipe.schedule.warmup_lr)):
         if value > peak:
@@ -231,25 +284,21 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
                 f"{c.batch_size}; lower it, or raise optim.lr"
             )
 
-    def span(key: str, duration: str | int) -> float:
-        try:
-            return (
-                to_share(duration, seconds) if seconds else to_steps(duration, steps_per_epoch=per_epoch, total=total)
-            )
-        except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from None
-
-    def every(key: str, duration: str | int) -> int:
-        if seconds and "%" in str(duration):
-            raise ConfigError(
-                f"{key}: {duration!r} is undefined in a time-limited run: give steps (1000) or epochs ('1ep')"
-            )
-        return max(1, to_steps(duration, steps_per_epoch=per_epoch, total=total))
-
-    ramp = None if c.batch_ramp is None else span("trainer.batch_ramp", c.batch_ramp)
-    if ramp is not None and ramp > (seconds or total):
-        raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
+    run = Length(per_epoch, total, seconds)
+    ramp = None
+    samples_in_all = total
+    if c.batch_ramp is not None:
+        ramp = run.span("trainer.batch_ramp", c.batch_ramp)
+        if ramp > (seconds or total):
+            raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
+    if total is not None:
+        samples_in_all = samples_of(total, c, ramp)
+    warmup = run.span("schedule.warmup", recipe.schedule.warmup)
+    eval_every = run.every("trainer.eval_every", c.eval_every)
     save_seconds = to_seconds(c.save_every)
+    save_every = None
+    if not save_seconds:
+        save_every = run.every("trainer.save_every", c.save_every)
     return Plan(
         trainer=c,
         optim=recipe.optim,
@@ -257,14 +306,14 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         seed=recipe.seed,
         total=total,
         seconds=seconds,
-        samples=None if total is None else samples_of(total, c, ramp),
+        samples=samples_in_all,
         steps_per_epoch=per_epoch,
-        warmup=span("schedule.warmup", recipe.schedule.warmup),
+        warmup=warmup,
         ramp=ramp,
         micro=micro,
         accumulation=c.batch_size // (micro * world),
-        eval_every=every("trainer.eval_every", c.eval_every),
-        save_every=None if save_seconds else every("trainer.save_every", c.save_every),
+        eval_every=eval_every,
+        save_every=save_every,
         save_seconds=save_seconds,
         rounding=rounding(recipe),
     )

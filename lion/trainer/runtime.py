@@ -54,7 +54,9 @@ class Runtime:
     @property
     def sequence(self) -> int:
         """The number of processes that share a row."""
-        return 1 if self.part is None else self.part.count
+        if self.part is None:
+            return 1
+        return self.part.count
 
     @property
     def batch_rank(self) -> int:
@@ -86,7 +88,9 @@ class Runtime:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, in order of rank."""
-        return [value] if self.world == 1 else gathered(value)
+        if self.world == 1:
+            return [value]
+        return gathered(value)
 
     def agree(self, value: Any) -> Any:
         """Return the value of the first process, in every process."""
@@ -99,7 +103,10 @@ class Runtime:
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Seed torch's random numbers by `seed` and `batch_rank` inside, and restore the previous state afterwards."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        devices = []
+        if self.device.type == "cuda":
+            devices.append(self.device)
+        with torch.random.fork_rng(devices):
             torch.manual_seed(derive(seed, self.batch_rank))
             yield
 
@@ -112,7 +119,9 @@ MATMUL = ("highest", "high", "medium")
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
     """Return a hint if the device only emulates the precision; None if it does not, or if that is not known."""
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    known = {}
+    if hasattr(torch.cpu, "get_capabilities"):
+        known = torch.cpu.get_capabilities()
     if precision != "bf16" or device.type != "cpu" or known.get("architecture") != "x86_64":
         return None
     if known.get("avx512_bf16") or known.get("amx_bf16"):
@@ -146,13 +155,15 @@ def start_runtime(
 
 def join_processes() -> tuple[int, int]:
     """Join the process group if started by a launcher such as `torchrun`; return rank and number of processes."""
-    rank, world = from_launcher("RANK", 0), from_launcher("WORLD_SIZE", 1)
+    rank = from_launcher("RANK", 0)
+    world = from_launcher("WORLD_SIZE", 1)
     if rank > 0:
         log.setLevel(logging.WARNING)  # progress is reported by the first process
     if world > 1 and not dist.is_initialized():
         end_with_launcher()
         try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend)
         except ValueError as error:
             raise ConfigError(f"RANK={rank} WORLD_SIZE={world} (set as by a launcher): {error}") from None
     return rank, world
@@ -172,12 +183,13 @@ def together(work: Callable[[], _Out]) -> _Out:
 
     If it raises a ConfigError in any process, the first process raises it, and all others end with exit code 2.
     """
-    out = error = None
+    out = error = own = None
     try:
         out = work()
     except ConfigError as raised:
         error = raised
-    found = gathered(None if error is None else (str(error), socket.gethostname()))
+        own = (str(error), socket.gethostname())
+    found = gathered(own)
     if not any(found):
         return out
     if dist.is_initialized() and dist.get_rank():
@@ -207,7 +219,9 @@ def check_device(device: str, world: int = 1) -> torch.device:
     Raises:
         ConfigError: The device is not available or does not work; the message names the available devices.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     try:
@@ -223,7 +237,9 @@ def check_device(device: str, world: int = 1) -> torch.device:
     here = from_launcher("LOCAL_WORLD_SIZE", world)
     if world > 1 and (kind.index is not None or here > gpus):
         raise ConfigError(f"trainer.device: {device!r} cannot give {here} processes one GPU each, {gpus} are available")
-    own = from_launcher("LOCAL_RANK", from_launcher("RANK", 0)) if world > 1 else kind.index or 0
+    own = kind.index or 0
+    if world > 1:
+        own = from_launcher("LOCAL_RANK", from_launcher("RANK", 0))
     kind = torch.device("cuda", own)
     if world == 1 or dist.is_initialized():
         try:
@@ -250,9 +266,12 @@ def random_state() -> dict[str, Any]:
     """Return all random states of this process, as plain data and tensors."""
     version, numbers, gauss = random.getstate()
     name, keys, place, has_gauss, cached = np.random.get_state()
+    cuda = None
+    if torch.cuda.is_initialized():
+        cuda = torch.cuda.get_rng_state()  # of this process's device
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this process's device
+        "cuda": cuda,
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), place, has_gauss, cached],
     }
@@ -264,8 +283,8 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    name, keys, place, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
 
 
 def conditions(runtime: Runtime) -> dict[str, Any]:
@@ -297,7 +316,8 @@ def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[N
             if time.monotonic() - asked < 1:  # the same signal, sent by the terminal and forwarded by the launcher
                 return
             raise KeyboardInterrupt
-        work.stopping, asked = True, time.monotonic()
+        work.stopping = True
+        asked = time.monotonic()
         log.warning("%s: %s; repeat to stop at once", signal.Signals(number).name, then)
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -319,7 +339,9 @@ def cpu_name() -> str:
 
 def name_of(device: torch.device) -> str:
     """Return the name of a GPU or of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -339,15 +361,18 @@ def environment(device: torch.device) -> dict[str, Any]:
 @functools.cache  # a process runs the code that it began with, and reports that it writes change the clone
 def code_version() -> dict[str, Any]:
     """Return the git commit of this clone (None without a clone), and whether files differ from it."""
-    clone = Path(__file__).resolve().parents[2]
-
-    def git(*args: str) -> str | None:
-        if not (clone / ".git").exists():  # an installed wheel, perhaps inside the repository of another project
-            return None
-        try:
-            out = subprocess.run(["git", *args], cwd=clone, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return out.stdout.strip() if out.returncode == 0 else None
-
     return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+
+
+def git(*args: str) -> str | None:
+    """Return what a command of git prints in this clone; None without a clone, or if the command fails."""
+    clone = Path(__file__).resolve().parents[2]
+    if not (clone / ".git").exists():  # an installed wheel, perhaps inside the repository of another project
+        return None
+    try:
+        out = subprocess.run(["git", *args], cwd=clone, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if out.returncode != 0:
+        return None
+    return out.stdout.strip()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from lion.trainer.runtime import Runtime, conditions, random_state, restore_rand
 log = logging.getLogger("lion")
 
 
-TICK, LATE = 0.2, 1.0  # seconds between two looks at the clock, and after which a look is late
+TICK = 0.2  # seconds between two looks at the clock
+LATE = 1.0  # seconds after which a look is late
 KEPT = {  # entries of `RunState.to_dict` that `RunState.restore` needs, with their types
     "step": int,
     "samples": int,
@@ -65,7 +65,11 @@ class RunState:
     """
 
     def __init__(self, run: Path, plan: Plan, task: Task, data: RunData, runtime: Runtime) -> None:
-        self.run, self.plan, self.task, self.data, self.runtime = run, plan, task, data, runtime
+        self.run = run
+        self.plan = plan
+        self.task = task
+        self.data = data
+        self.runtime = runtime
         self.step = self.samples = self.taken = self.evaluated = 0
         self.seconds = 0.0
         self.best: dict[str, Any] = {"value": task.metric.worst, "step": 0}
@@ -80,7 +84,9 @@ class RunState:
     @property
     def at(self) -> float:
         """The progress in the unit of `Plan.length`: steps or seconds."""
-        return self.step if self.plan.seconds is None else self.seconds
+        if self.plan.seconds is None:
+            return self.step
+        return self.seconds
 
     @property
     def epoch(self) -> float:
@@ -96,8 +102,12 @@ class RunState:
 
     def place(self) -> dict[str, float]:
         """Return the place of a metrics line in the run, besides its step."""
-        more = {"samples": self.samples} if self.plan.ramp is not None else {}
-        return {"epoch": self.epoch, **more, **({} if self.plan.seconds is None else {"seconds": self.seconds})}
+        place = {"epoch": self.epoch}
+        if self.plan.ramp is not None:
+            place["samples"] = self.samples
+        if self.plan.seconds is not None:
+            place["seconds"] = self.seconds
+        return place
 
     def due(self, every: int | None) -> bool:
         """Return whether an action is due that is repeated every `every` steps and at the end of the run."""
@@ -143,18 +153,23 @@ class RunState:
             ConfigError: The training data have changed.
         """
         self.task.info.check_same(f"{self.run}: its checkpoint", kept["info"])
-        then, now = kept.get("data"), self.data.splits.fingerprint
+        then = kept.get("data")
+        now = self.data.splits.fingerprint
         if then != now and None not in (then, now):
             raise self.changed(kept["step"], f"their fingerprint was {then}, and is {now} now")
-        self.step, self.samples, self.seconds = kept["step"], kept["samples"], kept["seconds"]
+        self.step = kept["step"]
+        self.samples = kept["samples"]
+        self.seconds = kept["seconds"]
         self.evaluated = kept["evaluated"]
         self.guard.counts.copy_(kept["skipped"])
         if self.same_world(kept):
             restore_random_state(kept["random"][self.runtime.rank])
         else:
             seed_everything(derive(self.plan.seed, self.step, self.runtime.batch_rank))
-        if (upcoming := self.upcoming()) != kept["next"] and self.runtime.main:  # the launcher stops the others
-            then, now = (upcoming_text(place) for place in (kept["next"], upcoming))
+        upcoming = self.upcoming()
+        if upcoming != kept["next"] and self.runtime.main:  # the launcher stops the others
+            then = upcoming_text(kept["next"])
+            now = upcoming_text(upcoming)
             raise self.changed(self.step, f"the next were {then}, and are {now} now")
 
     def changed(self, step: int, how: str) -> ConfigError:
@@ -190,10 +205,13 @@ class RunState:
 
     def conditions(self) -> dict[str, Any]:
         """Return the conditions that must be equal for bitwise equal results."""
+        parallel = "none"
+        if self.runtime.world > 1:
+            parallel = self.plan.trainer.parallel
         return {
             **conditions(self.runtime),
             "micro_batch": self.plan.micro,
-            "parallel": self.plan.trainer.parallel if self.runtime.world > 1 else "none",
+            "parallel": parallel,
             "compiled": self.compiled,
             **self.plan.rounding,
         }
@@ -247,7 +265,8 @@ class TrainingClock:
     """
 
     def __init__(self, compiles: bool, stopped: StoppedTime | None = None) -> None:
-        self.compiles, self.stopped = compiles, stopped
+        self.compiles = compiles
+        self.stopped = stopped
         self.restart()
 
     def restart(self) -> None:
@@ -255,12 +274,15 @@ class TrainingClock:
         self.started = self.now()
 
     def now(self) -> float:
-        lost = 0.0 if self.stopped is None else self.stopped.seconds()
+        lost = 0.0
+        if self.stopped is not None:
+            lost = self.stopped.seconds()
         return time.perf_counter() - lost
 
     def lap(self) -> float:
         """Return the seconds since the last lap or `restart`, and start a new lap."""
-        before, self.started = self.started, self.now()
+        before = self.started
+        self.started = self.now()
         if self.compiles:
             self.compiles = False
             return 0.0
@@ -284,7 +306,9 @@ class SaveTimer:
 
 def time_text(seconds: float) -> str:
     """Format seconds as a time in recipes: "1.5h", "2.3min"."""
-    return f"{seconds / 3600:.4g}h" if seconds >= 3600 else f"{seconds / 60:.3g}min"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.4g}h"
+    return f"{seconds / 60:.3g}min"
 
 
 def reproducibility_text(then: dict[str, Any], now: dict[str, Any]) -> str:
@@ -326,8 +350,9 @@ class RunData:
     """The training split and the held-out splits in batches; `workers` is the number of loader processes."""
 
     def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
-        self.splits, self.plan = splits, plan
-        self.place = {"rank": runtime.batch_rank, "world": runtime.batch_world}
+        self.splits = splits
+        self.plan = plan
+        self.runtime = runtime
         self.loading: dict[str, Any] = {
             "collate": splits.collate,
             "workers": workers,
@@ -347,7 +372,8 @@ class RunData:
             start=start,
             end=plan.samples,
             order=self.splits.order,
-            **self.place,
+            rank=self.runtime.batch_rank,
+            world=self.runtime.batch_world,
         )
 
     def train(self, start: int) -> Batches:
@@ -356,6 +382,18 @@ class RunData:
 
     def held_out(self) -> dict[str, Batches]:
         """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""
-        more = {f"val_{name}": dataset for name, dataset in self.splits.more.items()}
-        batches = partial(eval_batches, batch=self.plan.micro, seed=self.plan.seed, **self.place, **self.loading)
-        return {name: batches(each, split=name) for name, each in {"val": self.splits.val, **more}.items()}
+        splits = {"val": self.splits.val}
+        for name, dataset in self.splits.more.items():
+            splits[f"val_{name}"] = dataset
+        batches = {}
+        for name, dataset in splits.items():
+            batches[name] = eval_batches(
+                dataset,
+                seed=self.plan.seed,
+                split=name,
+                batch=self.plan.micro,
+                rank=self.runtime.batch_rank,
+                world=self.runtime.batch_world,
+                **self.loading,
+            )
+        return batches
