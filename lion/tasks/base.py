@@ -97,7 +97,7 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        """Return the training loss of a micro-batch, sums_where over its samples.
+        """Return the training loss of a micro-batch, summed over its samples.
 
         With several processes `model` may be a wrapper: call `model`, but access everything else through
         `unwrapped(model)`.

@@ -147,7 +147,7 @@ class ImageClassification(Task):
         return Sums(loss, loss.new_full((), len(images)))
 
     def distillation_loss(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """Return the sums_where loss of logits (B, classes) against the logits of the teacher, see the settings."""
+        """Return the summed loss of logits (B, classes) against the logits of the teacher, see the settings."""
         if self.config.distillation == "hard":
             return F.cross_entropy(logits, taught.argmax(-1), reduction="sum")
         t = self.config.temperature
