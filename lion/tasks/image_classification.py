@@ -20,7 +20,7 @@ from lion.models.base import ImageClassifier
 from lion.samples.base import Batch
 from lion.samples.images import ImageInfo
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain, sums_where, top_answers, unwrapped
-from lion.tasks.metrics import LOSS, Mean, Metric
+from lion.tasks.metrics import ABOVE_CHANCE, LOSS, Mean, Metric, chance_remark
 
 TOP1 = Mean("top1", "top-1", percent=True)
 TOP5 = Mean("top5", "top-5", percent=True)
@@ -102,7 +102,11 @@ class ImageClassification(Task):
 
     @staticmethod
     def metrics_of(config: ImageClassificationConfig) -> tuple[Metric, ...]:
-        return TOP1, TOP5, LOSS
+        return TOP1, TOP5, LOSS, ABOVE_CHANCE
+
+    @staticmethod
+    def remark(values: dict[str, float]) -> str | None:
+        return chance_remark(values, TOP1)
 
     def build_model(self, config: Any) -> ImageClassifier:
         info = self.info
@@ -158,13 +162,15 @@ class ImageClassification(Task):
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         logits = self.outputs(model, batch)
         labels = batch["label"]
-        ranked = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        ranked_classes = logits.topk(min(5, logits.shape[1])).indices
+        ranked = ranked_classes == labels[:, None]
         values = {
             "top1": ranked[:, 0],
             "top5": ranked.any(1),
             "loss": F.cross_entropy(logits, labels, reduction="none"),
         }
-        return Outcome(sums_where(values, batch["mask"]), logits)
+        rows = {"prediction": ranked_classes[:, 0], "label": labels}
+        return Outcome(sums_where(values, batch["mask"]), logits, rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["image"]).float()

@@ -16,25 +16,7 @@ from lion.models.lra import LRA
 from lion.samples.base import Batch
 from lion.samples.sequences import PIXELS, SequenceInfo
 from lion.tasks.base import Outcome, Sums, Task, build_or_explain, sums_where, top_answers
-from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
-
-CHANCE_DEVIATIONS = 3.0  # an accuracy fewer standard deviations above chance counts as chance
-LEAST = 0.005  # smallest standard deviation of accuracy: one point is no result, however many samples
-
-
-def above_chance(prediction: Tensor, label: Tensor) -> float:
-    """Compute how far the accuracy lies above that of always predicting the commonest class, in standard deviations.
-
-    A standard deviation is at least `LEAST`. If all labels are equal, the result is never above 0.
-    """
-    share = torch.bincount(label.long()).max().item() / len(label)
-    accuracy = (prediction == label).double().mean().item()
-    return (accuracy - share) / max(math.sqrt(share * (1 - share) / len(label)), LEAST)
-
-
-ABOVE_CHANCE = MetricOfRows(
-    "above_chance", "deviations above chance", function=above_chance, of=("prediction", "label"), digits=1
-)
+from lion.tasks.metrics import ABOVE_CHANCE, ACCURACY, LOSS, Metric, chance_remark
 
 
 class SequenceTask(Task):
@@ -102,11 +84,7 @@ class LRATask(SequenceTask):
 
     @staticmethod
     def remark(values: dict[str, float]) -> str | None:
-        above = values["above_chance"]
-        if above is None or above >= CHANCE_DEVIATIONS:  # None: no value was finite, which is reported elsewhere
-            return None
-        how = f"{ACCURACY.text(values['accuracy'])} is {above:.1f} standard deviations from always naming one class"
-        return f"stuck at chance: accuracy {how}; this is no result of the model"
+        return chance_remark(values, ACCURACY)
 
     def build_model(self, config: Any) -> LRA:
         info = self.info

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 
@@ -144,3 +145,31 @@ class MetricOfPass(Metric):
 
 ACCURACY = Mean("accuracy", percent=True)
 LOSS = Mean("loss", higher_is_better=False, digits=3)
+
+
+CHANCE_DEVIATIONS = 3.0  # an accuracy fewer standard deviations above chance counts as chance
+LEAST = 0.005  # smallest standard deviation of accuracy: one point is no result, however many samples
+
+
+def above_chance(prediction: Tensor, label: Tensor) -> float:
+    """Compute how far the accuracy lies above that of always predicting the commonest class, in standard deviations.
+
+    A standard deviation is at least `LEAST`. If all labels are equal, the result is never above 0.
+    """
+    share = torch.bincount(label.long()).max().item() / len(label)
+    accuracy = (prediction == label).double().mean().item()
+    return (accuracy - share) / max(math.sqrt(share * (1 - share) / len(label)), LEAST)
+
+
+ABOVE_CHANCE = MetricOfRows(
+    "above_chance", "deviations above chance", function=above_chance, of=("prediction", "label"), digits=1
+)
+
+
+def chance_remark(values: dict[str, float], accuracy: Metric) -> str | None:
+    """Return a warning if an accuracy is not above that of always naming one class, or None."""
+    above = values.get(ABOVE_CHANCE.name)
+    if above is None or above >= CHANCE_DEVIATIONS:  # None: no value was finite, which is reported elsewhere
+        return None
+    how = f"{accuracy.text(values[accuracy.name])} is {above:.1f} standard deviations from always naming one class"
+    return f"stuck at chance: {accuracy.title} {how}; this is no result of the model"

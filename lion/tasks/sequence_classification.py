@@ -22,7 +22,7 @@ from lion.samples.base import Batch
 from lion.samples.text import LabelledTextInfo
 from lion.tasks.base import Outcome, Sums, build_or_explain, sums_where, top_answers, unwrapped
 from lion.tasks.language import LanguageTask
-from lion.tasks.metrics import ACCURACY, LOSS, Metric, MetricOfRows
+from lion.tasks.metrics import ABOVE_CHANCE, ACCURACY, LOSS, Metric, MetricOfRows, chance_remark
 
 
 def f1(prediction: Tensor, label: Tensor) -> float:
@@ -118,7 +118,13 @@ class SequenceClassification(LanguageTask):
     @staticmethod
     def metrics_of(config: SequenceClassificationConfig) -> tuple[Metric, ...]:
         chosen = [METRICS[name] for name in config.metrics]
+        if "accuracy" in config.metrics:
+            return (*chosen, LOSS, ABOVE_CHANCE)
         return (*chosen, LOSS)
+
+    @staticmethod
+    def remark(values: dict[str, float]) -> str | None:
+        return chance_remark(values, ACCURACY)
 
     def build_model(self, config: Any) -> BertClassifier:
         info = self.info

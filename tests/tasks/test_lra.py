@@ -12,8 +12,11 @@ from lion.models.lra import LRAConfig, LRAMaskedConfig
 from lion.samples.base import Splits
 from lion.samples.sequences import SequenceInfo
 from lion.tasks import TASKS
-from lion.tasks.lra import LRATask, LRATaskConfig, above_chance
+from lion.tasks.image_classification import ImageClassification
+from lion.tasks.lra import LRATask, LRATaskConfig
 from lion.tasks.lra_masked import LRAMaskedTask, LRAMaskedTaskConfig
+from lion.tasks.metrics import above_chance
+from lion.tasks.sequence_classification import SequenceClassification
 from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
 from lion.trainer.optim import OptimConfig, ScheduleConfig
@@ -140,6 +143,10 @@ def test_accuracy_at_chance_is_remarked():
     remark = LRATask.remark({"accuracy": 0.504, "above_chance": 1.1})
     assert remark.startswith("stuck at chance: accuracy 50.40 % is 1.1 standard deviations")
     assert LRATask.remark({"accuracy": 0.62, "above_chance": 5.0}) is None
+    assert SequenceClassification.remark({"accuracy": 0.495, "above_chance": -0.2}).startswith("stuck at chance: acc")
+    remark = ImageClassification.remark({"top1": 0.495, "top5": 1.0, "above_chance": -0.2})
+    assert remark.startswith("stuck at chance: top-1 49.50 % is -0.2 standard deviations")
+    assert ImageClassification.remark({"top1": 0.495}) is None  # of a run from before
     assert LRATask.remark({"accuracy": None, "above_chance": None}) is None
     assert TASKS["image_classification"].remark({"top1": 0.1}) is None
 

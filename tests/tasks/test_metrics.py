@@ -36,4 +36,4 @@ def test_what_a_metric_is_made_of():
 
 def test_the_first_metric_of_a_task_chooses_best():
     metrics = ImageClassification.metrics_of(ImageClassificationConfig())
-    assert [m.name for m in metrics] == ["top1", "top5", "loss"]
+    assert [m.name for m in metrics] == ["top1", "top5", "loss", "above_chance"]

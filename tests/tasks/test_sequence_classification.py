@@ -148,7 +148,13 @@ def test_an_evaluation_counts_real_samples_alone():
         prediction = own.outputs(net, batch(range(7))).argmax(-1)
     label = torch.tensor([i % 2 for i in range(7)])
     assert found["accuracy"] == pytest.approx((prediction == label).double().mean().item())
-    assert found["f1"] == pytest.approx(f1(prediction, label)) and [*found] == ["matthews", "accuracy", "f1", "loss"]
+    assert found["f1"] == pytest.approx(f1(prediction, label)) and [*found] == [
+        "matthews",
+        "accuracy",
+        "f1",
+        "loss",
+        "above_chance",
+    ]
 
 
 @pytest.mark.slow

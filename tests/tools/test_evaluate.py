@@ -163,12 +163,13 @@ def test_outputs_are_compared_sample_by_sample(run):
     outputs = reference + 0.25 * torch.rand(6, 50, 40)
     outputs[3, 7, 11], outputs[5] = reference[3, 7, 11] - 0.5, 9
     measured = forms_module.Measured(task, torch.device("cpu"))
+    rows = {"prediction": torch.zeros(6), "label": torch.zeros(6)}
     with Watch():
-        measured.add(Outcome({}, outputs), reference, mask)
+        measured.add(Outcome({}, outputs, rows), reference, mask)
     assert 1 < largest <= reference[0].numel()
     assert measured.deviation.item() == pytest.approx(0.5)
     outputs[1, 2, 3] = torch.nan
-    measured.add(Outcome({}, outputs), reference, mask)
+    measured.add(Outcome({}, outputs, rows), reference, mask)
     assert measured.deviation.isnan()
 
 
