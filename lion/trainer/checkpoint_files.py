@@ -328,6 +328,6 @@ def copied(state: Any) -> Any:
         address = source.data_ptr()
         if address not in storages:
             storages[address] = source.clone() if x.device.type == "cpu" else source.cpu()
-        same = torch.empty(0, dtype=x.dtype)
-        copies[id(x)] = same.set_(storages[address], x.storage_offset(), x.shape, x.stride())
+        empty = torch.empty(0, dtype=x.dtype)
+        copies[id(x)] = empty.set_(storages[address], x.storage_offset(), x.shape, x.stride())
     return copy.deepcopy(state, copies)

@@ -286,13 +286,13 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
 
     run = Length(per_epoch, total, seconds)
     ramp = None
-    samples_in_all = total
     if c.batch_ramp is not None:
         ramp = run.span("trainer.batch_ramp", c.batch_ramp)
         if ramp > (seconds or total):
             raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
+    seen = None
     if total is not None:
-        samples_in_all = samples_of(total, c, ramp)
+        seen = samples_of(total, c, ramp)
     warmup = run.span("schedule.warmup", recipe.schedule.warmup)
     eval_every = run.every("trainer.eval_every", c.eval_every)
     save_seconds = to_seconds(c.save_every)
@@ -306,7 +306,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         seed=recipe.seed,
         total=total,
         seconds=seconds,
-        samples=samples_in_all,
+        samples=seen,
         steps_per_epoch=per_epoch,
         warmup=warmup,
         ramp=ramp,
