@@ -26,11 +26,11 @@ class Reading(NamedTuple):
 
 
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
-    "lion/ops": Reading(39_100, 11, 5.2),
-    "lion/layers": Reading(37_700, 14, 12.6),
-    "lion": Reading(152_600, 11, 11.0),
+    "lion/ops": Reading(39_400, 11, 4.9),
+    "lion/layers": Reading(38_000, 13, 11.5),
+    "lion": Reading(154_300, 10, 6.3),
     "data": Reading(49_000, 11, 15.0),
-    "tools": Reading(112_600, 12, 23.0),
+    "tools": Reading(113_200, 12, 22.8),
 }
 
 
