@@ -285,6 +285,7 @@ def test_an_image_is_not_mixed_with_itself(tmp_path, capsys):
         ("quickstrt", "unknown command 'quickstrt', did you mean 'quickstart'?"),
         ("zz", "valid: train, prepare, eval, list, show, predict, generate, sample, distance, glue, bench ops, "),
         ("train", "required: recipe\n"),
+        ("train x.yaml --epochs 3", "unknown option --epochs 3: write trainer.epochs=VALUE"),
         ("train x.yaml --frsh", "unknown option --frsh: did you mean '--fresh'?"),
         ("train x.yaml --processes", "--processes: expected one argument"),
         ("train x.yaml --processes two", "--processes: expected a whole number, got 'two'"),

@@ -9,6 +9,14 @@ from pathlib import Path
 
 from tools.commands import COMMANDS, help_for, parse_command, unknown_option
 
+COMMON_SETTINGS = {  # what other trainers have as options
+    "--epochs": "trainer.epochs",
+    "--steps": "trainer.steps",
+    "--batch-size": "trainer.batch_size",
+    "--lr": "optim.lr",
+    "--seed": "seed",
+}
+
 
 def main(argv: list[str]) -> int:
     """Run a command; the name of a recipe without a command trains the recipe.
@@ -35,8 +43,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if (unknown := unknown_option(name, rest)) is not None:
         text, option, options = unknown
-        settings = " (settings are section.key=value)" * ("key=value" in COMMANDS[name].synopsis)
-        raise ConfigError(f"run.sh {name}: unknown option {text}: {nearest(option, options)}{settings}")
+        hint = nearest(option, options)
+        if "key=value" in COMMANDS[name].synopsis:
+            key = COMMON_SETTINGS.get(option)
+            hint = f"write {key}=VALUE" if key else f"{hint} (settings are section.key=value)"
+        raise ConfigError(f"run.sh {name}: unknown option {text}: {hint}")
     if COMMANDS[name].synopsis.startswith("RECIPE") and rest and rest[0].replace("_", "").isalnum():  # a bare name
         recipe_path(rest[0])
     module, _, function = COMMANDS[name].where.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from lion.ops import Part, SegmentIndex, check_masks, segment_index
 from lion.ops.arguments import check_dense
+from lion.ops.modes import may_wait
 from lion.ops.segments import segment_starts
 from lion.ops.settings import hint
+
+MASK_OF_TOKENS = "True marks tokens here, but padding in PyTorch's key_padding_mask: pass layout=~key_padding_mask"
 
 
 class Layout(NamedTuple):
@@ -70,7 +74,9 @@ class Layout(NamedTuple):
         if layout is None:
             return PLAIN
         if torch.is_tensor(layout):
-            return Layout.of(x, valid=layout)
+            given = Layout.of(x, valid=layout)
+            warn_of_rows_without_tokens(layout)
+            return given
         kind = type(layout).__name__
         raise ValueError(f"layout: expected lion.Layout, a boolean mask (B, L) of tokens, or None, got {kind}")
 
@@ -198,6 +204,12 @@ class Layout(NamedTuple):
 
 PLAIN = Layout()
 PAIRS = {"both": "pairs", "forward": "causal_pairs", "backward": "later_pairs"}  # fields by direction
+
+
+def warn_of_rows_without_tokens(valid: Tensor) -> None:
+    """Warn if a mask (B, L) has a row without tokens: it is likely PyTorch's. Not in a graph and not on a GPU."""
+    if may_wait(valid.device) and not valid.any(1).all():
+        warnings.warn(f"layout: a row of the mask has no tokens. {MASK_OF_TOKENS}", stacklevel=2)
 
 
 def valid_of(segments: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import ROW_MAJOR
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, resolve_mixer
-from lion.layers.mixers.attention import ALTERNATING
+from lion.layers.mixers.config import ALTERNATING
 from lion.layers.norms import NORMS, over_tokens
 from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import TPE

@@ -1,5 +1,7 @@
 import dataclasses
+import inspect
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -146,6 +148,37 @@ def test_a_layout_may_be_a_mask_or_nothing():
     assert not torch.allclose(layer(x, valid)[1, :4], layer(x)[1, :4])
     for bad, message in ((valid.float(), "valid: expected bool"), (valid[:, :3], "valid: expected"), ("x", "layout: ")):
         refused(f"^{message}", layer, x, bad)
+
+
+def test_the_mask_of_padding_of_pytorch_is_caught():
+    """Check that a mask whose True is padding is not taken in silence, by its name or by position."""
+    layer, x = LionAttention(16, 2), torch.randn(2, 4, 16)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+    with pytest.raises(TypeError, match=r"key_padding_mask: unknown argument.*layout=~key_padding_mask"):
+        layer(x, key_padding_mask=padding)
+    with pytest.warns(UserWarning, match="no tokens.*layout=~key_padding_mask"):
+        layer(x, padding)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x, ~padding)
+
+
+@pytest.mark.parametrize("mixer", ["lion_s", "performer", "softmax"])
+def test_layers_are_made_where_they_are_used(mixer):
+    """Check device and dtype as in the layers of PyTorch."""
+    layer = make_mixer(mixer, 16, 2, device="meta", dtype=torch.bfloat16)
+    tensors = [*layer.parameters(), *layer.buffers()]
+    assert {(t.device.type, t.dtype) for t in tensors} == {("meta", torch.bfloat16)}
+
+
+def test_a_layer_shows_its_settings():
+    layer = LionAttention(16, 2, "lion_d", direction="forward")
+    layer.set_form("rnn")
+    assert "'lion_d', num_heads=2, direction='forward', form='rnn'" in repr(layer)
+    settings = {field.name for field in dataclasses.fields(AttentionConfig)}
+    for shown in (inspect.signature(LionAttention), inspect.signature(LionAttention.__init__)):
+        assert set(shown.parameters) >= {"dim", "num_heads", "device"} | settings
+        assert shown.parameters["direction"].default == "both"
 
 
 def test_help_names_every_mixer_and_setting():
@@ -409,6 +442,21 @@ def test_a_mixer_of_another_package():
     finally:
         MIXERS.pop("half_life", None)
         LINEAR.pop("half_life", None)
+
+
+def test_a_mixer_that_is_not_linear_attention():
+    """Check the second example of the README: it ignores padding, and trains in a model."""
+    text = (ROOT / "lion/layers/README.md").read_text().partition("A mixer that is not linear attention")[2]
+    try:
+        exec(text.partition("```python\n")[2].partition("```")[0], {})
+        layer, x = make_mixer("average", 12, 3), torch.randn(2, 5, 12)
+        check_padding(layer.double(), PADDED, None)
+        encoder = Encoder(EncoderConfig(mixer="average", dim=12, depth=1, num_heads=3))
+        encoder(x).square().sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in encoder.parameters())
+        refused("form: Average has only full, got 'rnn'", set_form, layer, "rnn")
+    finally:
+        MIXERS.pop("average", None)
 
 
 def test_a_block_without_a_mixer_streams_with_its_shifts():

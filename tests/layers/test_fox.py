@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lion.layers.mixers import ForgettingAttention, make_mixer
-from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig
 from lion.ops import DIRECTIONS
 
 from . import helpers

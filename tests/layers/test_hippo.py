@@ -7,8 +7,8 @@ import torch
 
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import HippoAttention, make_mixer
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import set_form
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.hippo import HippoConfig
 from lion.layers.mixers.spectra import ROTATING, SPECTRA, legs, s4d_lin, s4d_real
 

@@ -7,8 +7,8 @@ import torch
 
 from lion.config import build
 from lion.layers.mixers import HydraAttention, make_mixer, resolve_mixer
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import set_form
+from lion.layers.mixers.config import AttentionConfig
 from lion.models.encoder import EncoderConfig
 from lion.trainer.optim import factors
 from tests.ops.helpers import pairwise

@@ -8,8 +8,8 @@ import torch
 
 from lion.layers.layout import Layout
 from lion.layers.mixers import VIM, VimMixer, make_mixer, resolve_mixer
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import set_form
+from lion.layers.mixers.config import AttentionConfig
 from lion.trainer.optim import factors
 from tests.ops.helpers import pairwise
 

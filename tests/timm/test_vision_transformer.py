@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lion.layers.mixers import set_form
-from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.recipe import load_recipe
 from tests.helpers import ROOT

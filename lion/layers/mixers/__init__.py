@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lion.layers.mixers import (
     delta,
     delta_product,
@@ -18,8 +20,9 @@ from lion.layers.mixers import (
     vim,
     xlstm,
 )
-from lion.layers.mixers.attention import Attention, AttentionConfig
+from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.delta import DeltaAttention, RWKV7Attention
 from lion.layers.mixers.delta_product import DeltaProductAttention
 from lion.layers.mixers.fox import ForgettingAttention
@@ -94,7 +97,16 @@ def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
     return entry_of(name).layer.resolve(name, own_settings(name, config))
 
 
-def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig | None = None, **settings: Any) -> Mixer:
+def make_mixer(
+    name: str,
+    dim: int,
+    num_heads: int,
+    config: AttentionConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> Mixer:
     """Return a new layer of the mixer `name` (`model.mixer` of a recipe).
 
     Args:
@@ -102,12 +114,14 @@ def make_mixer(name: str, dim: int, num_heads: int, config: AttentionConfig | No
         dim: Width of the tokens.
         num_heads: Number of heads.
         config: Settings; values of None follow the convention of the mixer. None: its defaults.
+        device, dtype: Device and dtype of the weights.
         settings: Settings by name, in place of those of `config`: `direction`, `form`, `chunk_size`, ..
 
     Raises:
         ValueError: An unknown mixer, an invalid value, or values that cannot be combined.
     """
-    return entry_of(name).layer(dim, num_heads, name, own_settings(name, config, settings))
+    layer = entry_of(name).layer(dim, num_heads, name, own_settings(name, config, settings))
+    return layer.to(device=device, dtype=dtype)
 
 
 def register_mixer(name: str, entry: Entry) -> None:

@@ -1,125 +1,47 @@
-"""Attention layers: the projections around the mixing of heads, and their settings."""
+"""Attention layers: the projections around the mixing of heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
-from lion.layers.layout import PLAIN, ROW_MAJOR, Layout
-from lion.layers.mixers.base import Mixer, check_state, check_width
+from lion.layers.layout import MASK_OF_TOKENS, PLAIN, Layout
+from lion.layers.mixers.base import Mixer, check_state, check_width, state_type
+from lion.layers.mixers.config import ALTERNATING, AttentionConfig, streams
 from lion.layers.mixers.parts import (
-    BLOCKS,
     HEAD_NORMS,
     NO_PART,
     OUT_GATES,
     PLAIN_BLOCK,
-    BlockState,
     Parts,
     make_gate,
 )
-from lion.layers.norms import NO_NORM, NORMS, check_causal, over_tokens
+from lion.layers.norms import NO_NORM, NORMS, check_causal
 from lion.layers.optim_factors import undecayed
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.layers.weights import is_plain
-from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
-from lion.ops.features import FEATURE_MAPS, apply_feature_map
-from lion.ops.settings import CHUNK_SIZE
-
-PARTS_OF_BLOCKS = sorted({field.name for field in fields(Parts)} - {"conv_width", "out_norm", "out_gate"})
-ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
+from lion.ops.features import apply_feature_map
 
 
-@dataclass
-class AttentionConfig:
-    """Settings of an attention layer. None selects the value of the mixer's entry in `MIXERS`.
+@state_type
+class BlockState(NamedTuple):
+    """The state of a causal layer with a token shift, a convolution, or a shift of keys and values.
 
-    `direction` also selects the default decay convention. The mixers of LION use `decay_convention="source"` in both
-    directions and "target" in a single direction, as in the paper (`lion.ops.decay`). The same weights then make
-    different masks. An explicit `decay_convention` holds in every direction.
-
-    `decay_temperature` T changes the decays of Lion-D and Lion-S to `lambda^(1/T)`. With `lambda = 0.5` at the
-    start of training, a token's weight halves every T tokens. The recipes of LION have T = 1; GLA has 16.
-
-    `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
-    decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
-
-    `block="published"` adds the parts that the publication of the mixer has around its recurrence
-    (`lion.layers.mixers.parts.Parts`); the mixers of LION have none. Three of these parts can be set for any mixer, in
-    either block: `conv_width`, the width of a convolution of q, k and v (0: none), `out_norm`, a norm over the whole
-    width after the heads, and `out_gate`, a gate on the outputs.
+    Attributes:
+        heads: State of the mixing of heads.
+        shift: The last token, (B, 1, dim); empty without token shift.
+        conv: The tokens (B, width - 1, C) that the next convolution reads; empty without convolution.
+        kv: The last key and value before their shift, (B, 1, C); empty without a shift.
     """
 
-    feature_map: str | None = setting(None, choices=FEATURE_MAPS)
-    normalize: str | None = setting(None, choices=NORMALIZE)
-    decay_convention: str | None = setting(None, choices=DECAY_CONVENTIONS)
-    decay_temperature: float | None = setting(None, above=0, max=1000)
-    direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
-    scans: tuple[str, ...] = ROW_MAJOR
-    scan_merge: str = setting("masks", choices=SCAN_MERGES)
-    rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
-    form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
-    chunk_size: int = setting(CHUNK_SIZE, min=1, free="rounding")
-    qkv_bias: bool = True
-    score_dropout: float = setting(0.0, min=0, max=1)
-    block: str = setting(BLOCKS[0], choices=BLOCKS)
-    conv_width: int | None = setting(None, min=0, max=64)
-    out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
-    out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
-
-    replaced: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(PARTS_OF_BLOCKS, "a part of published blocks, which attention.block=published adds")
-    )
-
-    def label(self) -> str:
-        """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
-        return ""
-
-    def block_label(self) -> str:
-        """Return a label of the parts around the heads that are set; "" if the block is plain."""
-        parts = []
-        if self.block != BLOCKS[0]:
-            parts.append("published block")
-        for name in ("conv_width", "out_gate"):
-            value = getattr(self, name)
-            if value is not None:
-                parts.append(f"{name.replace('_', ' ')} {value}")
-        return ", ".join(parts)
-
-    def at(self, layer: int) -> AttentionConfig:
-        """Return the settings of block `layer` of a model, where `alternating` becomes "forward" or "backward"."""
-        if self.direction != ALTERNATING:
-            return self
-        return replace(self, direction="backward" if layer % 2 else "forward")
-
-
-def check_rotation(config: AttentionConfig) -> None:
-    """Check the rotation against `normalize`.
-
-    Raises:
-        ValueError: The rotation cannot be combined with the row sums of `normalize`.
-    """
-    turns = config.rotation not in (None, NO_ROTATION)
-    if turns and config.normalize != "none" and not ROTATIONS[config.rotation].row_sums:
-        raise ValueError(
-            f"rotation {config.rotation!r} does not go with row sums (normalize {config.normalize!r}); use normalize "
-            "'none', or rotation 'rope'"
-        )
-
-
-def streams(config: AttentionConfig) -> bool:
-    """Return whether no token sees a later one, by its direction and norm.
-
-    This is a function because Dynamo evaluates a property that reads `super().causal` as true.
-    """
-    return config.direction == "forward" and not over_tokens(config.out_norm)
+    heads: Any
+    shift: Tensor
+    conv: Tensor
+    kv: Tensor
 
 
 class Inputs(NamedTuple):
@@ -179,7 +101,6 @@ class Attention(Mixer):
     A subclass defines the mixing of heads: `mix`, and if it streams, `prefill_heads`, `step_heads` and `initial_heads`.
     """
 
-    Config = AttentionConfig
     parts: Parts
     Shift: ClassVar[type[TokenShift]] = TokenShift
     shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
@@ -235,11 +156,19 @@ class Attention(Mixer):
             rank = self.head_dim if parts.out_gate_rank == 0 else parts.out_gate_rank
             self.out_gate = make_gate(dim, width, rank, parts.out_gate)
 
-    def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, direction={self.config.direction!r}"
+
+    def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN, **unknown: Any) -> Tensor:
         """Mix tokens x (B, L, dim).
 
         `layout` describes padding and segments. A mask (B, L) that is True for tokens is accepted as well.
+
+        Raises:
+            TypeError: Another argument, such as the `key_padding_mask` of PyTorch, which is True for padding.
         """
+        if unknown:
+            raise TypeError(f"{', '.join(unknown)}: unknown argument. {MASK_OF_TOKENS}")
         layout = Layout.given(x, layout)
         if layout.part is not None:
             self.check_split(layout.part.count)

@@ -9,7 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lion.config import check_settings, fill
 from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixers.config import AttentionConfig
+from lion.layers.norms import NO_NORM
+from lion.layers.rotations import NO_ROTATION
 from lion.layers.weights import like
 from lion.ops import FORMS
 from lion.ops.settings import check_chunk_size, choice, number
@@ -40,13 +44,14 @@ class MixerInfo(NamedTuple):
 class Mixer(nn.Module):
     """Base class of layers that mix the tokens of a sequence. A new family is one file with its table `FAMILY`.
 
-    The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `MIXERS`.
+    The constructor is `Kind(dim, num_heads, name, config)`, where `name` is the key in `MIXERS`. A mixer defines
+    `forward`; all else has a default.
 
     A state is a tuple of tensors of any structure: a NamedTuple, registered with `state_type`, so that `torch.save` and
     `torch.load(weights_only=True)` accept it.
     """
 
-    Config: ClassVar[type]  # the recipe's `model.attention` section, `AttentionConfig` or a subclass
+    Config: ClassVar[type] = AttentionConfig  # the recipe's `model.attention` section, or a subclass of it
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 
     @property
@@ -61,12 +66,13 @@ class Mixer(nn.Module):
         Raises:
             ValueError: An invalid value, or two values that cannot be combined.
         """
-        raise NotImplementedError
+        check_settings(config)
+        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM})
 
     @staticmethod
     def info(name: str) -> MixerInfo:
         """Return the metadata of the mixer `name`."""
-        raise NotImplementedError
+        return MixerInfo(source="-")
 
     @staticmethod
     def knows_order(name: str, config: Any) -> bool:

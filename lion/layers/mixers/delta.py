@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig, Inputs
+from lion.layers.mixers.attention import Inputs
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.linear_transformers import RWKV_EPS, DiscreteDecay, inverse_softplus_steps

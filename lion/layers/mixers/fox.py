@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.lion import SelectiveDecay
 from lion.layers.mixers.parts import Parts, describe
 from lion.layers.mixers.registry import Entry

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.parts import Parts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,13 +12,9 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill, nearest
 from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
-from lion.layers.mixers.attention import (
-    Attention,
-    AttentionConfig,
-    check_rotation,
-    streams,
-)
+from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.config import AttentionConfig, check_rotation, streams
 from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.parts import PLAIN_BLOCK, Parts, describe, parts_of, with_parts
 from lion.layers.mixers.registry import MIXERS, own_settings
@@ -144,6 +142,7 @@ class LionAttention(Attention):
             "deltaproduct", "lightnet". None: "lion_s", or the mixer of a class that has only one.
         config: Settings as one object, `AttentionConfig`; None selects the defaults of the mixer, with a plain
             block.
+        device, dtype: Device and dtype of the weights; gates and sums stay in float32.
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
             "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
@@ -166,7 +165,15 @@ class LionAttention(Attention):
         return super().__new__(layer if issubclass(layer, cls) else cls)
 
     def __init__(
-        self, dim: int, num_heads: int, mixer: str | None = None, config: AttentionConfig | None = None, **settings
+        self,
+        dim: int,
+        num_heads: int,
+        mixer: str | None = None,
+        config: AttentionConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
     ) -> None:
         linear, mixer = linear_mixers(), usual_mixer(type(self)) if mixer is None else mixer
         if mixer not in linear:
@@ -174,6 +181,7 @@ class LionAttention(Attention):
             raise ValueError(f"mixer: expected one of {', '.join(linear)}, got {mixer!r}{other and f', {other}'}")
         config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
         super().__init__(dim, num_heads, config, linear[mixer].parts(config))
+        self.mixer_name = mixer
         self.mixer = linear[mixer]
         self.decays = nn.ModuleList(self.make_decays(dim))
         for decay in self.decays:
@@ -181,6 +189,10 @@ class LionAttention(Attention):
             decay.temperature = self.config.decay_temperature or decay.temperature
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
         self.operator_settings = self.make_settings()
+        self.to(device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.mixer_name!r}, {super().extra_repr()}, form={self.form!r}"
 
     def make_settings(self) -> Settings:
         """Return the settings of the operator, which change with the form alone."""
@@ -364,3 +376,21 @@ class LionAttention(Attention):
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()
         return LinearState(S, z, position, self.decays[0].initial_state(z) if self.decays else ())
+
+
+def with_settings(constructor: Callable[..., Any], config: type) -> inspect.Signature:
+    """Return the signature of a constructor with the settings of `config` by name, in place of its last argument."""
+    signature = inspect.signature(constructor)
+    parameters = list(signature.parameters.values())[:-1]
+    for field in fields(config):
+        setting = inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+        )
+        parameters.append(setting)
+    return signature.replace(parameters=parameters)
+
+
+# What `help`, `inspect` and notebooks show; of a class with both methods they read `__new__`.
+SIGNATURE = with_settings(LionAttention.__init__, AttentionConfig)
+LionAttention.__init__.__signature__ = SIGNATURE  # type: ignore[attr-defined]
+LionAttention.__new__.__signature__ = SIGNATURE  # type: ignore[attr-defined]

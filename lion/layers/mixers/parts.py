@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.mixers.base import state_type
 from lion.layers.norms import RMSNorm
 
 if TYPE_CHECKING:
-    from lion.layers.mixers.attention import AttentionConfig
+    from lion.layers.mixers.config import AttentionConfig
 
 NO_PART = "none"
 BLOCKS = ("plain", "published")
@@ -135,23 +134,6 @@ def make_gate(dim: int, width: int, rank: int | None, kind: str) -> nn.Sequentia
     sizes = (dim, width) if rank is None else (dim, rank, width)
     gate = nn.Sequential(*(nn.Linear(*pair, bias=False) for pair in pairwise(sizes)))
     return gate.insert(1, nn.Sigmoid()) if kind == INNER_SIGMOID else gate
-
-
-@state_type
-class BlockState(NamedTuple):
-    """The state of a causal layer with a token shift, a convolution, or a shift of keys and values.
-
-    Attributes:
-        heads: State of the mixing of heads.
-        shift: The last token, (B, 1, dim); empty without token shift.
-        conv: The tokens (B, width - 1, C) that the next convolution reads; empty without convolution.
-        kv: The last key and value before their shift, (B, 1, C); empty without a shift.
-    """
-
-    heads: Any
-    shift: Tensor
-    conv: Tensor
-    kv: Tensor
 
 
 def describe(parts: Parts) -> str:

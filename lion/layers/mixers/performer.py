@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lion.config import setting
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention, Operands
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
@@ -64,7 +64,7 @@ class PerformerAttention(LionAttention):
         super().__init__(dim, num_heads, *args, **settings)
         D = self.head_dim
         self.count = self.config.features or max(1, math.ceil(D * math.log(D)))
-        self.register_buffer("random_features", orthogonal_features(self.count, D))
+        self.register_buffer("random_features", orthogonal_features(self.count, D).to(self.like))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> PerformerConfig:

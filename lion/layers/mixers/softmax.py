@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map
 
 from lion.config import check_settings, fill
 from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
-from lion.layers.mixers.attention import Attention, AttentionConfig, streams
+from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.config import AttentionConfig, streams
 from lion.layers.mixers.parts import PLAIN_BLOCK, parts_of, with_parts
 from lion.layers.mixers.registry import Entry, entry_of, own_settings
 from lion.layers.norms import over_tokens

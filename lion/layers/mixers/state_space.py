@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill, setting
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import ALTERNATING, AttentionConfig
 from lion.layers.mixers.base import Mixer, check_width
+from lion.layers.mixers.config import ALTERNATING, AttentionConfig
 from lion.layers.mixers.registry import entry_of, own_settings
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION

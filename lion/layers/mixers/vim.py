@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers.attention import AttentionConfig
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer

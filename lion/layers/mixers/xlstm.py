@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.layout import Layout
-from lion.layers.mixers.attention import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, fold
 from lion.layers.mixers.linear import LinearMixer, LionAttention
 from lion.layers.mixers.parts import Parts
