@@ -59,7 +59,7 @@ def test_the_python_of_the_readmes_runs(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_recipe_imports_the_mixer_of_the_readme(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    (code,) = (text for text in blocks(ROOT / "lion/layers/README.md", "python") if "register_mixer(" in text)
+    (code,) = (text for text in blocks(ROOT / "lion/layers/README.md", "python") if "half_life" in text)
     (tmp_path / "my_mixers.py").write_text(code)
     (tmp_path / "broken_mixers.py").write_text("raise KeyError('gate')")
     monkeypatch.syspath_prepend(tmp_path)
