@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lion.distribution import NAME
 from lion.files import save_text
 
 FILE = "modeling_lion.py"
@@ -19,12 +18,12 @@ AUTO = {  # our class, by Auto class
 }
 AUTO_MAP = {auto: f"{FILE.removesuffix('.py')}.{kind}" for auto, kind in AUTO.items()}
 # transformers asks to install every import outside of `try` by its name, and "lion" on the index is another project
-CODE = f'''"""Models of the package lion: pip install '{NAME}[transformers]'"""
+CODE = f'''"""Models of the package lion; in a clone of it: pip install '.[transformers]'"""
 
 try:
     from lion.transformers import {", ".join(AUTO.values())}
 except ModuleNotFoundError as error:  # other errors, as of an old transformers, are of the package itself
-    raise ImportError("this model needs the package lion: pip install '{NAME}[transformers]'") from error
+    raise ImportError("this model needs the package lion, in a clone of it: pip install '.[transformers]'") from error
 '''
 
 

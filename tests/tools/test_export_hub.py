@@ -199,7 +199,7 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
     assert result["dataset"]["split"] == "test" and "pipeline_tag" not in head
-    assert head["license"] == "mit" and "pip install 'lion-attention[transformers]'" in card
+    assert head["license"] == "mit" and "\npip install '.[transformers]'  # in a clone of the package\n" in card
     for part in ("\nfull ", "\nchunk (64) ", "\nrnn (1) ", "digits", "## Licence", "(recipe.yaml)"):
         assert part in card
     Image.fromarray(pixels).convert("RGB").save(out / "image.png")

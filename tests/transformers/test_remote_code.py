@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 from transformers.dynamic_module_utils import check_imports
 
-from lion.distribution import NAME
 from lion.transformers import LionForCausalLM, LionForTokenClassification
 from lion.transformers.remote import CODE, FILE
 from tests.transformers.tiny import ids, made
@@ -49,7 +48,7 @@ def test_a_process_loads_it_by_its_remote_code(tmp_path):
     code = [sys.executable, "-c", LOAD, str(tmp_path)]
     found = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **places})
     assert found.returncode == 0, found.stderr
-    line = f"this model needs the package lion: pip install '{NAME}[transformers]'"
+    line = "this model needs the package lion, in a clone of it: pip install '.[transformers]'"
     assert found.stdout.splitlines() == [line, line]
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), model(ids(1, 6)).logits.detach())
     torch.testing.assert_close(torch.load(tmp_path / "tokens.pt"), tokens(ids(1, 6)).logits.detach())

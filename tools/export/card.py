@@ -77,7 +77,7 @@ A model for {task} with the mixer `{c.mixer}`, for the package `{NAME}`.
 ## Use
 
 ```bash
-pip install '{NAME}[transformers]'  # or, in a clone of the package: pip install '.[transformers]'
+pip install '.[transformers]'  # in a clone of the package
 ```
 
 ```python
