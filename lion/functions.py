@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +65,7 @@ def evaluate(
     run: LoadedRun | str | Path,
     splits: Splits | None = None,
     form: str = "all",
-    chunk_size: int | None = None,
+    chunk_size: int | Sequence[int] | None = None,
     *,
     split: str | None = None,
     checkpoint: str = "best",
@@ -78,7 +78,7 @@ def evaluate(
         run: Folder of a run, its name under `runs/`, or a `LoadedRun` (`lion.train`, `lion.open_run`).
         splits: Data of your own, a `lion.samples.base.Splits`; by default the data set of the run.
         form: "full", "chunk", "rnn" or "all".
-        chunk_size: Tokens per chunk, or per step of the rnn form; by default that of the recipe.
+        chunk_size: Tokens per chunk, or per step of the rnn form, or several numbers; 64 by default.
         split: "val" or "test"; by default "test", or "val" without a test split.
         checkpoint: "best" (on the validation split) or "last"; of a `LoadedRun` its own.
         ema: Whether to load the averaged weights; of a `LoadedRun` its own.

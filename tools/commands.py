@@ -33,7 +33,7 @@ COMMANDS = {
         "RECIPE [key=value ...]", "prepare a recipe's data, once for all runs", "tools.prepare", "--check-labels"
     ),
     "eval": Command(
-        "RUN [--form full|chunk|rnn|all] [--chunk-size N] [--lengths N,N] [--choices FILE]",
+        "RUN [--form full|chunk|rnn|all] [--chunk-size N,N] [--lengths N,N] [--choices FILE]",
         "evaluate a run in every form: metric, speed, memory",
         "tools.evaluate",
         "--form --chunk-size --checkpoint --split --ema --eager --lengths --choices --tokens --out --processes",

@@ -1,6 +1,6 @@
 """Evaluate a run as full attention, in chunks and as an RNN: metric, speed, memory, deviation.
 
-    ./run.sh eval RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N] [--lengths 256,512,..]
+    ./run.sh eval RUN [data.root=PATH] [--form full|chunk|rnn|all] [--chunk-size N,N] [--lengths 256,512,..]
         [--choices FILE.jsonl] [--processes N]
 
 Blocks are compiled as in training, if the recipe asks for it and there is a compiler; compilation is not timed. Memory
@@ -12,6 +12,7 @@ row are split over processes, and the memory is the largest of a process.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run")
     parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the data are now")
     parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
-    parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
+    parser.add_argument(
+        "--chunk-size", type=counts, help="tokens per chunk (form chunk) or per step (form rnn): 16, or 1,8,16"
+    )
     parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
     parser.add_argument(
         "--split", choices=("test", "val"), help="split of the data (default: test, or val if there is no test split)"
@@ -99,7 +102,7 @@ def evaluate_here(
     run: LoadedRun | str | Path,
     splits: Splits | None,
     form: str,
-    chunk_size: int | None,
+    chunk_size: int | Sequence[int] | None,
     *,
     split: str | None,
     checkpoint: str,
@@ -123,7 +126,7 @@ def evaluate_here(
 def measure_forms(
     run: str | Path,
     form: str = "all",
-    chunk_size: int | None = None,
+    chunk_size: int | Sequence[int] | None = None,
     *,
     recipe: Recipe | None = None,
     checkpoint: str = "best",

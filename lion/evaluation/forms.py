@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,21 +25,30 @@ LONG = 1024  # tokens; for longer samples, L x L matrices and single steps are m
 Form = tuple[str, int | None]  # name, and tokens per chunk or step
 
 
-def forms_to_measure(form: str, chunk_size: int | None, available: tuple[str, ...], length: int = 0) -> list[Form]:
+def forms_to_measure(
+    form: str, chunk_sizes: int | Sequence[int] | None, available: tuple[str, ...], length: int = 0
+) -> list[Form]:
     """Return the forms that the option `form` selects, for a model with the forms `available` and samples of `length`
     tokens.
 
     "all" includes the recurrence as printed, the rnn form with one token per step.
     """
-    size = chunk_size or CHUNK_SIZE
     if form == "full":
         return [("full", None)]
-    if form != "all":
-        return [(form, size)]
-    every = [("full", None), ("chunk", size), ("rnn", 1), ("rnn", size)]
+    if chunk_sizes is None:
+        chunk_sizes = CHUNK_SIZE
+    if isinstance(chunk_sizes, int):
+        chunk_sizes = (chunk_sizes,)
+    chunks: list[Form] = [("chunk", size) for size in chunk_sizes]
+    steps: list[Form] = [("rnn", size) for size in chunk_sizes]
+    if form == "chunk":
+        return chunks
+    if form == "rnn":
+        return steps
+    every = [("full", None), *chunks, ("rnn", 1), *steps]
     if length > LONG and "chunk" in available:
-        every = [("chunk", size), ("rnn", size)]
-    return list(dict.fromkeys(f for f in every if f[0] in available))
+        every = [*chunks, *steps]
+    return list(dict.fromkeys(each for each in every if each[0] in available))
 
 
 def form_label(form: str, size: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from lion.config import ConfigError
@@ -23,7 +24,7 @@ def evaluate_run(
     loaded: LoadedRun,
     splits: Splits,
     form: str = "all",
-    chunk_size: int | None = None,
+    chunk_size: int | Sequence[int] | None = None,
     *,
     split: str | None = None,
     workers: int = 0,
@@ -39,7 +40,7 @@ def evaluate_run(
         loaded: The run (`lion.runs.open_run`); one model serves all forms.
         splits: The data, a `lion.samples.base.Splits`; their `info` should be that of the run.
         form: A form, or "all".
-        chunk_size: Tokens per chunk or step.
+        chunk_size: Tokens per chunk or step, or several numbers.
         split: "val" or "test"; default "test", or "val" without a test split.
         workers: Processes that load the data.
         eager: Whether not to compile, even if the recipe does.

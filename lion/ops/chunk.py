@@ -131,14 +131,16 @@ def between_chunks(
         write = write.masked_fill(segment != borders.leaving[:, None, :, None, None], 0)
         from_start = from_start.masked_fill(segment != borders.entering[:, None, :, None, None], 0)
     levels = levels_of(decays, borders)
-    z = left = None
+    z = left = entering_S = entering_z = None
+    if entering is not None:
+        entering_S, entering_z = entering.S, entering.z[..., None]
     if settings.row_sums or entering is not None:
         written = write.sum(3)[..., None]  # (B, H, N, D, 1)
-        z = carry(written, levels, entering and entering.z[..., None])
+        z = carry(written, levels, entering_z)
     states = outer_sum(write.to(v.dtype), v)  # (B, H, N, D, E)
-    S = carry(states, levels, entering and entering.S)  # 3. carry
+    S = carry(states, levels, entering_S)  # 3. carry
     if entering is not None:
-        left = State(levels[0].left(states, entering.S), levels[0].left(written, entering.z[..., None]).squeeze(-1))
+        left = State(levels[0].left(states, entering_S), levels[0].left(written, entering_z).squeeze(-1))
         del written
     del write, states
     S = S.to(v.dtype)

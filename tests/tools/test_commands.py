@@ -426,6 +426,8 @@ def test_forms_to_measure():
         ("all", 8, ("full",), 0, [full]),
         ("rnn", None, FORMS, 0, [chunks]),
         ("rnn", 1, FORMS, 0, [token]),
+        ("rnn", (1, 64), FORMS, 0, [token, chunks]),
+        ("all", (1, 64), FORMS, 0, [full, ("chunk", 1), chunk, token, chunks]),
         ("all", None, FORMS, 1024, [full, chunk, token, chunks]),
         ("all", None, FORMS, 1025, [chunk, chunks]),  # no form with an L x L matrix
         ("full", None, FORMS, 10_000, [full]),
