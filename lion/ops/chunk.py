@@ -140,7 +140,7 @@ def between_chunks(
     states = outer_sum(write.to(v.dtype), v)  # (B, H, N, D, E)
     S = carry(states, levels, entering_S)  # 3. carry
     if entering is not None:
-        left = State(levels[0].left(states, entering_S), levels[0].left(written, entering_z).squeeze(-1))
+        left = State(levels[0].left(states, entering.S), levels[0].left(written, entering.z[..., None]).squeeze(-1))
         del written
     del write, states
     S = S.to(v.dtype)
