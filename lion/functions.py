@@ -102,8 +102,8 @@ def evaluate(
         rnn 1 True True
         rnn 64 True True
     """
-    return assembled("tools.evaluate").evaluate_here(
-        run, splits, form, chunk_size, split=split, checkpoint=checkpoint, ema=ema, eager=eager
+    return assembled("tools.evaluate").measure_forms(
+        run, form, chunk_size, splits=splits, split=split, checkpoint=checkpoint, ema=ema, eager=eager
     )
 
 

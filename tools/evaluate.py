@@ -98,36 +98,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def evaluate_here(
-    run: LoadedRun | str | Path,
-    splits: Splits | None,
-    form: str,
-    chunk_size: int | Sequence[int] | None,
-    *,
-    split: str | None,
-    checkpoint: str,
-    ema: bool,
-    eager: bool,
-) -> list[dict[str, Any]]:
-    """Evaluate a run for `lion.evaluate`, which describes the arguments."""
-    if not isinstance(run, LoadedRun):
-        run = open_run(run, checkpoint=checkpoint, ema=ema)
-    if form != "all":
-        choose_form(run.model, form)
-    workers = 0
-    if splits is None:
-        recipe = resolve_run(run.folder)
-        splits = build_data(recipe, run.folder)
-        check_data(splits.info, run.task.info, run.folder)
-        workers = loader_workers(recipe)
-    return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager)
-
-
 def measure_forms(
-    run: str | Path,
+    run: LoadedRun | str | Path,
     form: str = "all",
     chunk_size: int | Sequence[int] | None = None,
     *,
+    splits: Splits | None = None,
     recipe: Recipe | None = None,
     checkpoint: str = "best",
     split: str | None = None,
@@ -135,20 +111,23 @@ def measure_forms(
     eager: bool = False,
     runtime: Runtime | None = None,
 ) -> list[dict[str, Any]]:
-    """Evaluate a run on the data of its recipe (`lion.evaluation.run`).
+    """Evaluate a run on `splits`, or on the data of its recipe (`lion.evaluation.run`).
 
     All forms use one checkpoint and one model, because a run that is still training may replace its checkpoints
     meanwhile. `recipe` is that of the run, with overrides, if it is at hand.
     """
-    loaded = open_run(run, checkpoint=checkpoint, ema=ema)
-    if recipe is None:
-        recipe = resolve_run(loaded.folder)
+    if not isinstance(run, LoadedRun):
+        run = open_run(run, checkpoint=checkpoint, ema=ema)
     if form != "all":
-        choose_form(loaded.model, form)
-    splits = build_data(recipe, loaded.folder)
-    check_data(splits.info, loaded.task.info, loaded.folder)
-    settings = {"split": split, "workers": loader_workers(recipe), "eager": eager, "runtime": runtime}
-    return evaluate_run(loaded, splits, form, chunk_size, **settings)
+        choose_form(run.model, form)
+    workers = 0
+    if splits is None:
+        if recipe is None:
+            recipe = resolve_run(run.folder)
+        splits = build_data(recipe, run.folder)
+        check_data(splits.info, run.task.info, run.folder)
+        workers = loader_workers(recipe)
+    return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager, runtime=runtime)
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

@@ -423,7 +423,7 @@ def new_values(scans: Scan, right: Tensor) -> Tensor:
 
 
 class Written(NamedTuple):
-    """What tokens write without an entering state.
+    """Contributions of the values that the tokens of chunks write, if no state enters.
 
     Attributes:
         right: Right side (N, b, H, C, E) of the triangular system.
@@ -437,7 +437,7 @@ class Written(NamedTuple):
 
 
 def values_along_w(scans: Scan) -> Written:
-    """Return what the tokens of chunks write along w."""
+    """Compute the contributions of the values that the tokens of chunks write along w."""
     if scans.write is None or scans.read_write is None or scans.score_write is None:
         return Written(scans.v, None, None)
     return Written(

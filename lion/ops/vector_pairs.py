@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """Whether the decay of a pair includes the lambda of its earlier and of its later token."""
+    """Lambdas that the decay of a pair includes: that of its earlier token, and that of its later token."""
 
     early: bool
     late: bool

@@ -80,7 +80,7 @@ class DeltaProductAttention(DeltaAttention):
     def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
     ) -> Operands:
-        """Return what the operator takes for n tokens (B, H, L n, ..) in place of each; the last one reads."""
+        """Return the operands of n tokens (B, H, L n, ..) in place of each; the last one reads."""
         n = self.config.householders
         k = k.unflatten(-1, (n, -1)).flatten(2, 3)
         v = v.unflatten(-1, (n, -1)).flatten(2, 3)
@@ -141,7 +141,7 @@ class DeltaProductAttention(DeltaAttention):
         return x.unflatten(dim, (-1, self.config.householders)).flip(dim).flatten(dim, dim + 1)
 
     def reversed(self, given: Operands) -> Operands:
-        """Return what the operator takes, with the tokens from right to left."""
+        """Return the operands with the tokens from right to left."""
         gates = given.gates
         gates = gates._replace(log_decay=optional(self.turned, gates.log_decay), beta=self.turned(gates.beta))
         if gates.angles is not None:

@@ -95,7 +95,7 @@ def usual_mixer(kind: type) -> str:
 
 
 class Operands(NamedTuple):
-    """What the operator takes.
+    """Operands of the operator, and the state of the decay.
 
     Attributes:
         q, k, v: Queries and keys (B, H, L, D), values (B, H, L, E).
@@ -339,7 +339,7 @@ class LionAttention(Attention):
     def operands(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
     ) -> Operands:
-        """Return what the operator takes for tokens x (B, L, dim), and the state of the decay after them."""
+        """Return the operands for tokens x (B, L, dim), and the state of the decay after them."""
         if self.maps_first:
             q, k = self.mapped(q, k)
         gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
