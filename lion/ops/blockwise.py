@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.forms import prepare
-from lion.ops.full import own_sums, weighted_sum
+from lion.ops.full import weighted_sum, with_own_keys
 from lion.ops.modes import transforms_active
 from lion.ops.scale import normalized
 from lion.ops.segments import SegmentIndex
@@ -89,6 +89,4 @@ def block_sums(tokens: Tokens, settings: Settings) -> Sums:
     sums = run(0)
     for start in range(settings.chunk_size, tokens.q.shape[2], settings.chunk_size):
         sums = sums.plus(run(start))
-    if tokens.bonus is None:
-        return sums
-    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)
+    return with_own_keys(sums, tokens, settings)

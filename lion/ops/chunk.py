@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lion.ops.arguments import round_up
 from lion.ops.decay import Direction, bounded, decay_mask, make_directions
-from lion.ops.full import decayed_scores, own_sums, weighted_sum
+from lion.ops.full import decayed_scores, weighted_sum, with_own_keys
 from lion.ops.inductor import outer_sum
 from lion.ops.modes import exporting, is_static
 from lion.ops.settings import Settings
@@ -75,10 +75,7 @@ def chunk_sums(
     row_sum = sums.row_sum
     if row_sum is not None:
         row_sum = row_sum.flatten(2, 3)[..., :length]
-    sums = Sums(numerator, row_sum)
-    if tokens.bonus is not None:
-        sums = sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)
-    return sums, leaving
+    return with_own_keys(Sums(numerator, row_sum), tokens, settings), leaving
 
 
 def scalar_scan(chunks: Tokens, direction: Direction) -> ChunkScan:

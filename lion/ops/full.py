@@ -33,9 +33,7 @@ def full_sums(tokens: Tokens, settings: Settings) -> Sums:
     directions = make_directions(pad(tokens.decays(), padding), settings.decay_convention, settings.direction, q.dtype)
     weights = decayed_scores(q, k, directions, segment, include_diagonal=tokens.bonus is None)
     sums = weighted_sum(weights, v, settings)
-    if tokens.bonus is None:
-        return sums
-    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(v.dtype)
+    return with_own_keys(sums, tokens, settings)
 
 
 def decayed_scores(
@@ -78,13 +76,16 @@ def weighted_sum(scores: Tensor, v: Tensor, settings: Settings) -> Sums:
     return Sums(scores.to(v.dtype) @ v, row_sum)
 
 
-def own_sums(tokens: Tokens, bonus: Tensor, settings: Settings) -> Sums:
-    """Compute what each token reads from its own key, whose weight is `bonus` (H or 1, 1, D or 1)."""
+def with_own_keys(sums: Sums, tokens: Tokens, settings: Settings) -> Sums:
+    """Add the own key of each token, whose weight is `bonus` (H or 1, 1, D or 1), to the sums over the other keys."""
+    bonus = tokens.bonus
+    if bonus is None:
+        return sums
     weight = (tokens.q.to(bonus.dtype) * tokens.k * bonus).sum(-1)  # (B, H, L)
     row_sum = weight if settings.row_sums else None
     if settings.dropout_p:
         weight = F.dropout(weight, settings.dropout_p)
-    return Sums(weight[..., None] * tokens.v, row_sum)
+    return sums.plus(Sums(weight[..., None] * tokens.v, row_sum)).rounded(tokens.v.dtype)
 
 
 def product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

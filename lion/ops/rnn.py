@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lion.ops.arguments import sum_dtype
 from lion.ops.decay import Direction, bounded, exp_where, includes_query_decay, make_directions, scan_directions
-from lion.ops.full import decayed_scores, own_sums, weighted_sum
+from lion.ops.full import decayed_scores, weighted_sum, with_own_keys
 from lion.ops.settings import Settings
 from lion.ops.tokens import EnteringState, State, Sums, Tokens, initial_state
 from lion.ops.vector_scores import vector_scores
@@ -117,9 +117,7 @@ def sums_among(tokens: Tokens, settings: Settings, direction: Direction) -> Sums
     else:
         scores = decayed_scores(q, k, (direction,), segment, bonus is None)
     sums = weighted_sum(scores, tokens.v, settings)
-    if bonus is None:
-        return sums
-    return sums.plus(own_sums(tokens, bonus, settings))
+    return with_own_keys(sums, tokens, settings)
 
 
 def one_token(tokens: Tokens, settings: Settings, state: EnteringState) -> tuple[Sums, EnteringState]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lion.ops.decay import exp_where
-from lion.ops.full import own_sums, weighted_sum
+from lion.ops.full import weighted_sum, with_own_keys
 from lion.ops.settings import Settings
 from lion.ops.tokens import Sums, Tokens
 from lion.ops.vector_pairs import FACTORS, lambdas, sides_of
@@ -24,9 +24,7 @@ def full_vector_sums(tokens: Tokens, settings: Settings) -> Sums:
     if row_sum is not None:
         row_sum = row_sum[..., :length]
     sums = Sums(sums.numerator[:, :, :length], row_sum)
-    if tokens.bonus is None:
-        return sums
-    return sums.plus(own_sums(tokens, tokens.bonus, settings)).rounded(tokens.v.dtype)
+    return with_own_keys(sums, tokens, settings)
 
 
 def vector_sums(tokens: Tokens, settings: Settings) -> Sums:
