@@ -22,11 +22,11 @@ from lion.config import (
     merge,
     nearest,
     parse_overrides,
-    parse_yaml,
     setting,
     to_dict,
 )
 from lion.models import MODELS
+from lion.recipe_files import OVERRIDE, read_layers
 from lion.tasks import TASKS
 from lion.trainer.optim import OptimConfig, ScheduleConfig
 from lion.trainer.plan import TrainerConfig
@@ -34,7 +34,6 @@ from lion.trainer.plan import TrainerConfig
 EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that sets one removes the others
 
 NO_RESULT = "no number yet"  # `about.expected` if no paper has a result
-OVERRIDE = "override"  # the source of keys from the command line
 KEYS_OF_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
 
 
@@ -173,45 +172,6 @@ def own_claim(data: dict[str, Any]) -> dict[str, str]:
     """Return the `about` section of a recipe on custom data, which no paper reports."""
     name = str(data.get("path") or data.get("name"))
     return {"row": f"- ({name.rstrip('/').rpartition('/')[2]})", "expected": NO_RESULT, "hardware": "?"}
-
-
-def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
-    """Read the mapping of a recipe, preceded by those that it extends; each with its file name."""
-    try:
-        place = os.path.realpath(path)
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        others = []
-        if os.path.isdir(path.parent):
-            for other in path.parent.glob("*.yaml"):
-                if other.exists() and os.path.realpath(other) not in seen:
-                    others.append(other.name)
-        if path.is_symlink():
-            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
-        near = nearest(path.name, others, otherwise="")
-        if near:
-            near = f", {near}"
-        where = ""
-        if seen:
-            where = f"{seen[-1]}: extends: relative paths start at its folder; "
-        raise ConfigError(f"{where}{path}: no such file{near}") from None
-    except (OSError, ValueError) as error:
-        if (path / "recipe.yaml").is_file():
-            raise ConfigError(f"{path}: a run, whose recipe is {path}/recipe.yaml") from None
-        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if place in seen:
-        raise ConfigError(f"{path}: extends itself")
-    values = parse_yaml(text, source=str(path))
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected sections of keys")
-    base = values.pop("extends", None)
-    if base is None:
-        return [(str(path), values)]
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: extends: expected the path of a recipe, got {base!r}")
-    layers = read_layers(path.parent / base, (*seen, place))
-    layers.append((str(path), values))
-    return layers
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:

@@ -13,7 +13,8 @@ from torch import nn
 
 from lion.config import ConfigError, nearest
 from lion.models import Model
-from lion.recipe import Recipe, load_recipe, read_layers
+from lion.recipe import Recipe, load_recipe
+from lion.recipe_files import read_layers
 from lion.samples.base import Info
 from lion.tasks import TASKS, Task
 from lion.trainer.checkpoint_files import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ COMMON_SETTINGS = {  # what other trainers have as options
     "--lr": "optim.lr",
     "--seed": "seed",
 }
+SETTING = re.compile(r"[a-z_]+(\.\w+)*=")
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +32,7 @@ def main(argv: list[str]) -> int:
         print(text)
         return 0
     from lion.config import ConfigError, nearest
-    from tools.listing import recipe_names, recipe_path
+    from tools.listing import recipe_names
 
     name, rest = parse_command(argv)
     recipes = recipe_names()
@@ -48,10 +50,23 @@ def main(argv: list[str]) -> int:
             key = COMMON_SETTINGS.get(option)
             hint = f"write {key}=VALUE" if key else f"{hint} (settings are section.key=value)"
         raise ConfigError(f"run.sh {name}: unknown option {text}: {hint}")
-    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and rest[0].replace("_", "").isalnum():  # a bare name
-        recipe_path(rest[0])
+    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and not rest[0].startswith("-"):
+        check_recipe(rest)
     module, _, function = COMMANDS[name].where.partition(":")
     return getattr(importlib.import_module(module), function or "main")(rest)
+
+
+def check_recipe(words: list[str]) -> None:
+    """Check the recipe that the arguments of a command begin with, and its keys.
+
+    Raises:
+        ConfigError: There is no such recipe, or no such key.
+    """
+    from tools.keys import check_keys
+    from tools.listing import recipe_path
+
+    overrides = [word for word in words[1:] if SETTING.match(word)]
+    check_keys(recipe_path(words[0]), overrides)
 
 
 def stopped_run(name: str) -> Path | None:

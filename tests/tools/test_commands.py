@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,17 +22,21 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 import lion
 from data.vision.digits import INFO, Digits
+from data.vision.imagefolder import ImageFolder
 from lion.config import ConfigError
 from lion.evaluation.forms import forms_to_measure
 from lion.ops import FORMS
 from lion.trainer.checkpoint_files import load_state
+from lion.trainer.optim import OptimConfig
+from lion.trainer.plan import TrainerConfig
 from tests.helpers import ROOT, here, pictures, refuse, state_of, tiny_recipe
 from tests.processes import CONTEXT
 from tools import checks, external, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, describe_data, loader_workers, make_task, resolve
-from tools.listing import RECIPES, listing, recipe_names, recipe_path
+from tools.keys import SOURCES, check_keys, names_in
+from tools.listing import RECIPES, listing, recipe_files, recipe_names, recipe_path
 from tools.mixers import mixer_rows, mixer_table
 from tools.show import activation_bytes, parts, show
 
@@ -386,6 +391,10 @@ def test_options_are_checked_before_anything_is_loaded(capsys):
         (["lst"], "unknown command 'lst', did you mean 'list'?"),
         (["show", "quickstrat"], "quickstrat: no such recipe, did you mean 'quickstart'?"),
         (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
+        (["quickstart", "optim.lrr=1"], "override: unknown key 'optim.lrr': did you mean 'lr'?"),
+        (["quickstart", "lr=1"], "override: unknown key 'lr': did you mean 'optim.lr'?"),
+        (["show", "quickstart", "tainer.epochs=1"], "override: unknown key 'tainer': did you mean 'trainer.epochs'?"),
+        (["quickstart", "model.attention.conv_wdth=4"], "override: unknown key 'model.attention.conv_wdth': did you"),
     ):
         code = f"import sys; from tools.__main__ import main\ntry: main({words!r})\n"
         code += "except Exception as e: print(e, 'torch' in sys.modules)"
@@ -727,3 +736,11 @@ def test_a_command_is_kept_without_the_folders_of_a_machine():
     overrides = ["data.name=text", "data.path=/home/me/book.txt", "run.name=books", "optim.lr=1e-3"]
     line = train.command_of("mlm_tiny_lion_s", overrides, recipe, None)
     assert line == "./run.sh mlm_tiny_lion_s data.name=text data.path=book.txt run.name=books optim.lr=1e-3"
+
+
+def test_no_key_of_our_recipes_is_refused_before_pytorch_is_loaded():
+    """Check that every setting of every section is found in the source, by the keys of all shipped recipes."""
+    for path in recipe_files().values():
+        check_keys(path, [])
+    for section, settings in (("trainer", TrainerConfig), ("optim", OptimConfig), ("data", ImageFolder.Config)):
+        assert {field.name for field in fields(settings)} <= names_in(SOURCES[section])

@@ -1,0 +1,49 @@
+"""Files of recipes: a YAML file preceded by those that it extends. Reading them needs no PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lion.config import ConfigError, nearest, parse_yaml
+
+OVERRIDE = "override"  # the source of keys from the command line
+
+
+def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
+    """Read the mapping of a recipe, preceded by those that it extends; each with its file name."""
+    try:
+        place = os.path.realpath(path)
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        others = []
+        if os.path.isdir(path.parent):
+            for other in path.parent.glob("*.yaml"):
+                if other.exists() and os.path.realpath(other) not in seen:
+                    others.append(other.name)
+        if path.is_symlink():
+            raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
+        near = nearest(path.name, others, otherwise="")
+        if near:
+            near = f", {near}"
+        where = ""
+        if seen:
+            where = f"{seen[-1]}: extends: relative paths start at its folder; "
+        raise ConfigError(f"{where}{path}: no such file{near}") from None
+    except (OSError, ValueError) as error:
+        if (path / "recipe.yaml").is_file():
+            raise ConfigError(f"{path}: a run, whose recipe is {path}/recipe.yaml") from None
+        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if place in seen:
+        raise ConfigError(f"{path}: extends itself")
+    values = parse_yaml(text, source=str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected sections of keys")
+    base = values.pop("extends", None)
+    if base is None:
+        return [(str(path), values)]
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends: expected the path of a recipe, got {base!r}")
+    layers = read_layers(path.parent / base, (*seen, place))
+    layers.append((str(path), values))
+    return layers

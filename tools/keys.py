@@ -1,0 +1,85 @@
+"""Check of the keys of a recipe before PyTorch is loaded, which takes seconds.
+
+The names of settings are read from the source of the dataclasses. A key that is the name of some setting passes;
+`lion.recipe.load_recipe` checks all keys against the classes that the recipe selects.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from lion.config import ConfigError, flatten, nearest, parse_overrides
+from lion.recipe_files import OVERRIDE, read_layers
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {  # the dataclasses of each section, as patterns of files or as `file:class`
+    "": "lion/recipe.py:Recipe",
+    "task": "lion/tasks/*.py",
+    "model": "lion/models/*.py",
+    "data": "data/**/*.py",
+    "optim": "lion/trainer/optim.py:OptimConfig",
+    "trainer": "lion/trainer/plan.py:TrainerConfig",
+    "schedule": "lion/trainer/optim.py:ScheduleConfig",
+    "about": "lion/recipe.py:AboutConfig",
+    "run": "lion/recipe.py:RunConfig",
+    "model.attention": "lion/layers/mixers/*.py",
+}
+MANY = 40  # with more settings than these, an error does not list them
+
+
+def check_keys(recipe: Path, overrides: Iterable[str]) -> None:
+    """Check that every key of a recipe and its overrides is the name of a setting.
+
+    A recipe with modules of its own (`imports`) is left out, because they may add settings.
+
+    Raises:
+        ConfigError: An unknown key, or a file that cannot be read.
+    """
+    layers = [*read_layers(recipe), (OVERRIDE, parse_overrides(overrides))]
+    if any("imports" in layer for _, layer in layers):
+        return
+    settings = {section: names_in(source) for section, source in SOURCES.items()}
+    known = set().union(*settings.values())
+    for origin, layer in reversed(layers):
+        for key in flatten(layer):
+            section, _, name = key.rpartition(".")
+            top = key.partition(".")[0]
+            if top not in settings[""]:
+                hint = places_of(name, settings) or nearest(top, settings[""])
+                raise ConfigError(f"{origin}: unknown key '{top}': {hint}")
+            if section in settings and name not in known:
+                otherwise = "./run.sh show prints all settings of a recipe" if len(settings[section]) > MANY else None
+                raise ConfigError(f"{origin}: unknown key '{key}': {nearest(name, settings[section], otherwise)}")
+
+
+def places_of(name: str, settings: Mapping[str, set[str]]) -> str:
+    """Return a hint with the sections that have a setting of this name; empty if none has."""
+    places = [repr(f"{section}.{name}") for section in settings if section and name in settings[section]]
+    if not places:
+        return ""
+    return f"did you mean {' or '.join(places[:3])}?"
+
+
+def names_in(source: str) -> set[str]:
+    """Return the names of the fields of the dataclasses of a section, see `SOURCES`."""
+    pattern, _, wanted = source.partition(":")
+    found = set()
+    for path in ROOT.glob(pattern):
+        text = path.read_text(encoding="utf-8")
+        if "@dataclass" in text:
+            found |= field_names(ast.parse(text), wanted)
+    return found
+
+
+def field_names(module: ast.Module, wanted: str) -> set[str]:
+    """Return the names of the fields of the dataclasses in a module; of the class `wanted`, if it is not empty."""
+    found = set()
+    for kind in module.body:
+        if not isinstance(kind, ast.ClassDef) or not kind.decorator_list or wanted not in ("", kind.name):
+            continue
+        for line in kind.body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                found.add(line.target.id)
+    return found
