@@ -1,15 +1,20 @@
-"""Progress bars of long work, for a terminal and for a log file."""
+"""Progress bars of long work, for a terminal and for a log file, and lines about other waits."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tqdm import tqdm
 
+log = logging.getLogger("lion")
+UNSAID = 2.0  # seconds that work may take before a line says what it is
 IN_A_FILE = 10.0  # seconds between updates when stderr is not a terminal: a log file keeps every line
 
 
@@ -50,6 +55,21 @@ def progress(items: Iterable[Any] | None = None, **options: Any) -> Progress:
     if not sys.stderr.isatty():  # shorter work leaves no line
         usual |= dict(mininterval=IN_A_FILE, maxinterval=IN_A_FILE, delay=IN_A_FILE, leave=True)
     return Progress(items, **usual | options)
+
+
+@contextlib.contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Log what the work inside is, and since when, once it takes longer than `UNSAID`; only the first process does."""
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    timer = threading.Timer(UNSAID, log.info, ("%s, since %s", what, time.strftime("%H:%M:%S")))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def rate(count: float, seconds: float) -> str:

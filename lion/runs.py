@@ -214,9 +214,12 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
             example = f"{example}; {other}"
         raise ConfigError(f"init_from: {run}: {len(left)} of {len(own)} tensors do not fit, e.g. {example}")
     model.load_state_dict({**own, **fits})
-    new = ", ".join(left) or "nothing"
-    not_used = ", ".join(unused) or "nothing"
-    log.info("initialised from %s; new: %s; not used: %s", run, new, not_used)
+    parts = [f"new: {', '.join(left) or 'nothing'}", f"not used: {', '.join(unused) or 'nothing'}"]
+    for name, value in fits.items():
+        there = shape_of(state["model"].get(name))
+        if there != shape_of(value):
+            parts.append(f"adapted: {name} {there} -> {shape_of(value)}")
+    log.info("initialised from %s; %s", run, "; ".join(parts))
 
 
 def other_shape(then: Any, now: Any) -> str:

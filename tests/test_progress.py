@@ -1,11 +1,14 @@
 """Progress bars: the rate excludes unsteady work, and a log file gets few lines."""
 
+import logging
+import re
 import sys
 import time
 
 from tqdm import tqdm
 
-from lion.progress import progress, rate
+from lion import progress as progress_module
+from lion.progress import announced, progress, rate
 from lion.trainer.log import RunLog
 
 
@@ -64,3 +67,18 @@ def test_a_bar_that_was_shown_ends_its_line(monkeypatch, capsys):
     bar.update()
     bar.close()
     assert capsys.readouterr().err.endswith("\n")
+
+
+def test_long_work_is_named(caplog, monkeypatch):
+    """Check that work which takes longer than `UNSAID` logs one line, and shorter work and other processes none."""
+    caplog.set_level(logging.INFO, "lion")
+    monkeypatch.setattr(progress_module, "UNSAID", 0.05)
+    with announced("quick work"):
+        pass
+    with announced("long work"):
+        time.sleep(0.3)
+    monkeypatch.setenv("RANK", "1")
+    with announced("work of another process"):
+        time.sleep(0.1)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"long work, since \d\d:\d\d:\d\d", line)

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
         print(text)
         return 0
     from lion.config import ConfigError, nearest
+    from lion.progress import announced
     from tools.listing import recipe_names
 
     name, rest = parse_command(argv)
@@ -53,7 +54,9 @@ def main(argv: list[str]) -> int:
     if COMMANDS[name].synopsis.startswith("RECIPE") and rest and not rest[0].startswith("-"):
         check_recipe(rest)
     module, _, function = COMMANDS[name].where.partition(":")
-    return getattr(importlib.import_module(module), function or "main")(rest)
+    with announced("loading PyTorch"):
+        loaded = importlib.import_module(module)
+    return getattr(loaded, function or "main")(rest)
 
 
 def check_recipe(words: list[str]) -> None:

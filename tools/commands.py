@@ -131,8 +131,8 @@ COMMANDS = {
         "--ema",
     ),
     "export": Command(
-        "RUN OUT [--format hub|pt2|onnx|aoti] [--length N] [--step]",
-        "export a run for transformers, torch.export, ONNX Runtime or C++ (AOTInductor)",
+        "RUN OUT [--format hub|run|pt2|onnx|aoti] [--length N] [--step]",
+        "export a run for transformers, torch.export, ONNX Runtime or C++ (AOTInductor), or a small run",
         "tools.export",
         "--format --length --step --checkpoint --ema",
     ),

@@ -18,6 +18,7 @@ import data
 from data.base import DataSet, data_root, locked
 from data.text.tokenizers import NoTokenizer, Tokenizer
 from lion.config import ConfigError
+from lion.progress import announced
 from lion.recipe import Recipe, free_keys, load_recipe
 from lion.runs import RECIPE, LoadedRun, find_run, stored_recipe
 from lion.samples.base import Info, Splits
@@ -186,7 +187,8 @@ def build_data(recipe: Recipe, run: Path | None = None, *, cached: bool = False)
         if not source.is_prepared():
             with locked(data_root() / f".{recipe.data.name}.lock"):
                 source.prepare()
-        return source.build()
+        with announced(f"reading data set {recipe.data.name!r}"):
+            return source.build()
 
 
 def needs_preparing(source: DataSet) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from data.base import DataSet
-from lion.config import ConfigError, changed, flatten
+from lion.config import ConfigError, flatten, to_dict
 from lion.evaluation.run import evaluate_run
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
@@ -487,9 +487,11 @@ def write_summary(folder: Path, results: list[dict[str, Any]]) -> None:
         name = result["form"] if result["form"] not in forms else f"{result['form']}_{result['chunk_size']}"
         forms[name] = {k: v for k, v in result.items() if k not in ("form", *SHARED)}
     save_json(folder / SUMMARY, {**{k: first[k] for k in ("value", *SHARED)}, "forms": forms})
-    settings = flatten(changed(load_recipe(folder / RECIPE)))
-    settings = {k: v for k, v in settings.items() if v is not None and not k.startswith(("about.", "run."))}
-    write_results(folder, first["best_step"], {f"{first['split']}/{first['metric']}": first["value"]}, settings)
+    settings = {}
+    for key, value in flatten(to_dict(load_recipe(folder / RECIPE))).items():
+        if not key.startswith(("about.", "run.")):
+            settings[key] = value
+    write_results(folder, first["best_step"], (first["split"], first["metric"], first["value"]), settings)
 
 
 def print_summary(recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
@@ -73,11 +74,15 @@ class TokenModel(Model):
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with as many position embeddings as this model has, starting from the first.
 
-        If this model has more position embeddings than `source`, the weights do not fit.
+        Position embeddings that `source` does not have keep their initialisation.
         """
         if self.positions is None or "positions.weight" not in weights:
             return weights
-        return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
+        own = self.positions.weight.detach()
+        theirs = weights["positions.weight"][: len(own)]
+        if theirs.shape[1:] != own.shape[1:]:
+            return weights
+        return {**weights, "positions.weight": torch.cat([theirs.to(own), own[len(theirs) :]])}
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return token embeddings x (B, L, dim) plus the embeddings of their positions (B or 1, L), if any."""

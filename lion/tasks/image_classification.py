@@ -88,6 +88,8 @@ class ImageClassification(Task):
         super().__init__(config, info)
         self.teacher: Callable[[Tensor], Tensor] | None = None
         classes = len(info.classes)
+        if classes <= 5:  # every answer is among the first five
+            self.metrics = tuple(metric for metric in self.metrics if metric is not TOP5)
         self.mix = None
         if config.mixup and config.cutmix:
             both = [

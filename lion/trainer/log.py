@@ -30,7 +30,7 @@ class RunLog:
 
     Lines that an earlier process wrote after step `start` are removed. Evaluation lines of step `start` itself are
     removed too if that evaluation will be repeated (`evaluated` is False). The progress bar counts `total` in `unit`s,
-    from `done` on.
+    from `done` on. `selecting` is the name of the metric that selects the best weights.
 
     A full disk is reported once and does not stop the run: metrics lines wait in memory, and TensorBoard output is
     lost until the next process.
@@ -42,12 +42,14 @@ class RunLog:
         *,
         start: int,
         total: float,
+        selecting: str = "",
         done: float = 0,
         unit: str = "step",
         evaluated: bool = True,
     ) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
+        self.selecting = selecting
         path = folder / "metrics.jsonl"
         kept = cut_metrics(path, lambda line: line["step"] < start + (evaluated or line["kind"] == "train"))
         self.file = open(path, "ab", buffering=0)
@@ -110,7 +112,7 @@ class RunLog:
     def scalars(self, step: int, kind: str, values: dict[str, float]) -> None:
         with self.space():
             for name, value in values.items():
-                self.board.add_scalar(f"{kind}/{name}", value, step)
+                self.board.add_scalar(tag(kind, name, self.selecting), value, step)
 
     def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
         """Write histograms to TensorBoard.
@@ -167,26 +169,46 @@ class RunLog:
         threading.excepthook = self.hook
 
 
-def write_results(folder: Path, step: int, results: dict[str, float], settings: dict[str, Any]) -> None:
-    """Write results of a finished run to TensorBoard, as points and, with the settings, as a row of its HPARAMS table.
+def tag(kind: str, name: str, selecting: str = "") -> str:
+    """Return the name of a value in TensorBoard, which shows groups in alphabetical order.
+
+    The group `best` has the metric that selects the best weights, then follow `loss` and `rate`, then all others by
+    kind.
+    """
+    if name == selecting and kind != "train":
+        return f"best/{kind}_{name}"
+    if name == "loss":
+        return f"loss/{kind}"
+    if name == "lr":
+        return "rate/lr"
+    return f"{kind}/{name}"
+
+
+def write_results(folder: Path, step: int, result: tuple[str, str, float], settings: dict[str, Any]) -> None:
+    """Write the result of a finished run to TensorBoard, as a point and, with the settings, as a row of HPARAMS.
+
+    The table shows settings that differ between runs first. It finds them among the rows, so all runs write all
+    settings, and none writes the description of the table (the first part of `hparams`).
 
     Args:
         folder: Folder of the run.
         step: Step of the evaluated weights.
-        results: Values by their names in TensorBoard, such as `test/top1`.
+        result: Split, name and value of the metric that selects the best weights.
         settings: Settings by their columns of the table; all but numbers are written as text.
     """
     from torch.utils.tensorboard import SummaryWriter  # slow to import
     from torch.utils.tensorboard.summary import hparams
 
+    split, metric, value = result
+    name = tag(split, metric, metric)
+
     columns = {}
-    for name, value in settings.items():
-        columns[name] = value if type(value) in (int, float) else str(value)
+    for key, held in settings.items():
+        columns[key] = held if type(held) in (int, float) else str(held)
     with contextlib.closing(SummaryWriter(str(folder), filename_suffix=".results")) as board:
-        for part in hparams(columns, results):
-            board.file_writer.add_summary(part)
-        for name, value in results.items():
-            board.add_scalar(name, value, step)
+        for row in hparams(columns, {name: value})[1:]:
+            board.file_writer.add_summary(row)
+        board.add_scalar(name, value, step)
 
 
 class NoLog:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from lion.progress import announced
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task, to_device
@@ -82,6 +83,7 @@ class Trainer:
         learner = TrainedModels(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # set by a signal
+        self.waited: set[str] = set()  # first steps and evaluations that this process has begun
         self.stopped_time: StoppedTime | None = None  # of a run that is limited by time
 
     def fit(self, started: Callable[[RunState], None] | None = None) -> bool:
@@ -93,7 +95,6 @@ class Trainer:
             RunError: Training cannot continue, or the last step cannot be saved.
             ConfigError: A setting does not fit the machine or the contents of the run folder.
         """
-        begin = time.perf_counter()
         state = self.state
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.with_advice())
@@ -101,6 +102,7 @@ class Trainer:
             if started is not None:
                 started(state)
             resumed = state.step
+            trained = state.seconds
             stack.enter_context(catch_signals(self))
             if self.plan.seconds is not None:
                 self.stopped_time = stack.enter_context(StoppedTime())
@@ -122,7 +124,9 @@ class Trainer:
         if complete and state.step == resumed:
             log.info("the run is complete, at step %d: nothing to train", state.step)
         elif complete:
-            log.info("trained %d steps in %.0f s", state.step - resumed, time.perf_counter() - begin)
+            done = state.step - resumed
+            seconds = state.seconds - trained
+            log.info("trained %d steps in %.0f s, beside compilation, evaluation and saving", done, seconds)
         return complete
 
     def prepare(self) -> None:
@@ -133,8 +137,6 @@ class Trainer:
                 compile_blocks(model, memory_budget=self.config.memory_budget, autotune=self.config.autotune)
                 for model in self.models
             )
-        if self.state.compiled:
-            log.info("compiling: the first steps and the first evaluation take longer")
         kept = self.checkpoints.resume(self.state.restore)
         best = self.checkpoints.best(resumed=kept is not None)
         if best is not None:  # may be newer than the checkpoint that the run resumes from
@@ -150,6 +152,7 @@ class Trainer:
             self.folder,
             start=state.step,
             total=self.plan.length,
+            selecting=self.task.metric.name,
             done=state.at,
             unit="step" if self.plan.seconds is None else "s",
             evaluated=not state.evaluation_due,
@@ -245,23 +248,32 @@ class Trainer:
         passes = self.plan.passes(self.state.at)
         for micro in range(passes):
             asked = time.perf_counter()
-            batch = to_device(next(batches), self.runtime.device)
+            with self.waiting("reading the first batch"):
+                batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
                 out.show(0, self.task.preview(self.model, batch))
-            with synchronise(self.forward, micro == passes - 1):
+            first = "compiling the first step" if self.state.compiled else "the first step"
+            with synchronise(self.forward, micro == passes - 1), self.waiting(first):
                 with self.runtime.autocast(self.config.precision):
                     loss, weight = self.task.loss(self.forward, batch)
                 loss.backward()
             sums += torch.stack((loss.detach(), weight)).double()
         return sums
 
+    def waiting(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context that says what this process waits for, the first time, if it waits long."""
+        if what in self.waited:
+            return contextlib.nullcontext()
+        self.waited.add(what)
+        return announced(what)
+
     def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
         """Evaluate if an evaluation is due at this step; return False if a signal interrupted the evaluation."""
         state = self.state
         if not state.evaluation_due:
             return True
-        with out.pause("evaluating"):
+        with out.pause("evaluating"), self.waiting("the first evaluation"):
             return self.measure(out)
 
     def measure(self, out: RunLog | NoLog) -> bool:

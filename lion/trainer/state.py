@@ -188,8 +188,6 @@ class RunState:
         """Log where the run resumes, and whether the result will be reproducible."""
         drawn = "" if self.same_world(kept) else ", random states reseeded for another number of processes"
         log.info("resuming at %s: exact state%s", self.progress_text(), drawn)
-        if (upcoming := self.upcoming()) is not None:
-            log.info("next: %s", upcoming_text(upcoming))
         if self.plan.seconds is None:
             log.info("%s", reproducibility_text(kept["made"], self.conditions()))
         else:
@@ -305,9 +303,11 @@ class SaveTimer:
 
 
 def time_text(seconds: float) -> str:
-    """Format seconds as a time in recipes: "1.5h", "2.3min"."""
+    """Format seconds as a time in recipes: "1.5h", "2.3min"; below a minute: "12 s"."""
     if seconds >= 3600:
         return f"{seconds / 3600:.4g}h"
+    if 0 < seconds < 60:
+        return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g}min"
 
 

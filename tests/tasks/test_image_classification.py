@@ -54,6 +54,12 @@ def test_metrics_leave_padding_out():
     assert metrics["top5"][0] == five
 
 
+def test_five_classes_have_no_top_5():
+    few = ImageClassification(ImageClassificationConfig(), ImageInfo((4, 4), 1, tuple("abcde"), (0.0,), (1 / 255,)))
+    assert "top5" not in [metric.name for metric in few.metrics]
+    assert "top5" in [metric.name for metric in task().metrics]
+
+
 BOTH = {"mixup": 0.8, "cutmix": 1.0}
 
 

@@ -20,7 +20,7 @@ from tests.helpers import ROOT, here, refuse
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes
-from tools.bench import lengths, operators, ops
+from tools.bench import clock, lengths, operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
 from tools.bench.report import Report, crossing, crossovers
@@ -195,6 +195,10 @@ def test_the_image_of_the_readme(tmp_path):
             assert all(len(x) == len({*x}) > 0 for lines in found.values() for _, x, _ in lines)
         assert lengths.draw(Report(tmp_path).load()) == tmp_path / "lengths.png"
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    clocked = list(clock.Report(ROOT / "reports").load().rows.values())
+    on_gpus = lengths.fastest_on_gpus(clocked, "lion_s")
+    assert list(on_gpus) == [197, 1024, 4096]
+    assert on_gpus[197] > 3 > 1 > on_gpus[4096]
 
 
 def test_floors_by_hand():

@@ -35,6 +35,7 @@ from tools import checks, external, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
 from tools.compose import build_data, describe_data, loader_workers, make_task, resolve
+from tools.cost import describe_busy
 from tools.keys import SOURCES, check_keys, names_in
 from tools.listing import RECIPES, listing, recipe_files, recipe_names, recipe_path
 from tools.mixers import mixer_rows, mixer_table
@@ -103,10 +104,12 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
     events = EventAccumulator(str(folder)).Reload()
-    (point,) = events.Scalars("test/top1")
+    (point,) = events.Scalars("best/test_top1")
     assert (point.step, point.value) == (summary["best_step"], pytest.approx(summary["value"]))
-    row = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-    assert b"model.mixer" in row and b"data.name" in row and b"about." not in row
+    table = events.PluginTagToContent("hparams")
+    row = table["_hparams_/session_start_info"]
+    assert b"model.attention.conv_width" in row and b"data.name" in row and b"about." not in row
+    assert "_hparams_/experiment" not in table, "TensorBoard finds the columns that differ between runs by itself"
     graphs = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines() if '"train"' in x]
     if shutil.which("g++"):
         assert graphs[0]["compiled_graphs"] == 1 and graphs[-1]["compiled_graphs"] == 2  # one more graph for evaluation
@@ -190,6 +193,24 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     pixels = torch.stack([pil_to_tensor(Image.open(file)) for file in files])  # the same files as for `predict`
     with torch.inference_mode():
         assert [int(model.classes[i]) for i in model(pixels).argmax(1)] == guesses
+
+
+def test_a_small_run_has_the_weights_without_the_optimizer(quickstart, tmp_path, capsys):
+    folder, small = quickstart[0] / "quickstart", tmp_path / "small"
+    assert here("export", folder, small, "--format", "run") == 0
+    said = capsys.readouterr().out
+    assert re.search(r"parameters, without the state of the optimizer; [\d.]+ MB$", said.strip())
+
+    def size(path):
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+    assert 2 * size(small) < size(folder)
+    whole, found = lion.load(str(folder)), lion.load(str(small))
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), found.state_dict().values()))
+    assert "optimizer" not in state_of(small, "best")
+    assert here("eval", small, "--form", "full", "--eager") == 0
+    summary = json.loads((small / "summary.json").read_text())
+    assert f"{100 * summary['value']:.2f}" in capsys.readouterr().out
 
 
 class Spelling:
@@ -462,7 +483,7 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
     done = run_sh("quickstrt", script=tmp_path / "lion")
     assert done.returncode == 2 and "unknown command 'quickstrt', did you mean 'quickstart'" in done.stderr
     (tmp_path / "tools").mkdir()  # hides no module of the clone
-    (tmp_path / "own.yaml").write_text("x: 1")
+    (tmp_path / "own.yaml").write_text("seed: 1")
     done = run_sh("show", "own.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "own.yaml: missing section 'task'" in done.stderr
 
@@ -744,3 +765,10 @@ def test_no_key_of_our_recipes_is_refused_before_pytorch_is_loaded():
         check_keys(path, [])
     for section, settings in (("trainer", TrainerConfig), ("optim", OptimConfig), ("data", ImageFolder.Config)):
         assert {field.name for field in fields(settings)} <= names_in(SOURCES[section])
+
+
+def test_a_busy_machine_is_named():
+    cores = os.cpu_count()
+    assert describe_busy(0.1 * cores, 1.05) == ""
+    assert f"(load {2.0 * cores:.1f}, {cores} cores)" in describe_busy(2.0 * cores, 1.0)
+    assert "two measurements differ by 40%" in describe_busy(0.1 * cores, 1.4)

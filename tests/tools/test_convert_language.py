@@ -1,9 +1,11 @@
 """Tests of converting checkpoints of transformers and nanoGPT to runs, and runs back to transformers."""
 
 import json
+import logging
 import os
 import shutil
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -126,6 +128,20 @@ def test_what_was_pre_trained_has_heads_that_are_left_and_named(tmp_path, capsys
     assert apart(loaded(run), theirs) < 1e-10
 
 
+def test_a_bert_without_head_gets_a_new_one(tmp_path, capsys):
+    """Check the states before the head, and the bias of the head."""
+    theirs = bert(transformers.BertModel)
+    run = convert(saved(tmp_path / "their", theirs), tmp_path / "run")
+    assert "without a masked-LM head: ours is new" in capsys.readouterr().out
+    ours = loaded(run)
+    tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).last_hidden_state
+        found = ours.encode(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert ours.head.bias.count_nonzero() == 0
+
+
 @pytest.mark.parametrize("way", ["bin", "shards", "half", "old", "file", "doubled"])
 def test_files_of_every_kind(way, tmp_path):
     theirs = bert()
@@ -229,6 +245,21 @@ def test_others_start_from_it(run):
     fresh = {name for name in mine if ".decays." in name}
     assert fresh and mine.keys() - kept.keys() == fresh and kept.keys() - mine.keys() == {"positions.weight"}
     assert all(torch.equal(mine[name], kept[name]) for name in mine.keys() - fresh)
+
+
+def test_other_numbers_of_positions_start_with_the_same(run, caplog):
+    source = open_run(run)
+    kept = source.model.positions.weight
+    for count in (20, 48):
+        config = replace(source.recipe.model, max_positions=count)
+        other = source.task.build_model(config)
+        new = other.positions.weight.detach().clone()
+        with caplog.at_level(logging.INFO, "lion"):
+            init_from(other, run, source.task.info)
+        both = min(count, len(kept))
+        assert torch.equal(other.positions.weight[:both], kept[:both])
+        assert torch.equal(other.positions.weight[both:], new[both:])
+        assert f"adapted: positions.weight ({len(kept)}, 12) -> ({count}, 12)" in caplog.text
 
 
 def test_the_run_keeps_its_tokenizer_and_gives_it_back(run, tmp_path, capsys):

@@ -63,9 +63,11 @@ def test_memory_and_time_of_a_gpu(bert):
     spent = time_of(recipe, plan, mesh, "ddp", one, whole)
     states = 2 * (1000 / 450e9 + 4 * 10e-6)
     assert spent.products == pytest.approx(2 * 8e9 / (0.4 * 989e12))
+    assert spent.memory == pytest.approx(2 * 10 * 1e6 / 3.35e12)
     assert spent.exchange == pytest.approx(2 * every * 3 / 4 / 450e9 + 4 * 10e-6 + states)
     assert spent.update == pytest.approx(7 * every / 3.35e12)
     assert spent.step == spent.exchange + spent.update
+    assert spent._replace(memory=1.0).step == spent.products + 1 + spent.update
     sharded = time_of(recipe, plan, mesh, "fsdp", one, share)
     assert sharded.exchange == pytest.approx(5 * every * 3 / 4 / 450e9 + 10 * 10e-6 + states)
     assert largest(whole, plan, 4) == 4
@@ -83,6 +85,7 @@ def test_show_on_a_mesh(capsys):
     assert rows == [[mesh, parallel] for mesh in ("2x2", "4x1", "1x4") for parallel in ("ddp", "fsdp")]
     for words in (
         "in each of 4 GPUs (NVIDIA H100 SXM, 80 GiB)",
+        "ms  hours",
         "an estimate",
         "sequence: 2",
         "score_dropout: 0.0",

@@ -712,6 +712,25 @@ def test_bad_input_is_one_line(capsys, tmp_path):
         assert message in refuse(capsys, "paper", *argv)
 
 
+def test_tables_have_the_names_of_the_papers():
+    known = tables.read_tables()
+    for name, found in (
+        ("lion-16", ["lion-16"]),
+        ("Table 16", ["lion-16"]),
+        ("LION, Table 2", ["lion-2"]),
+        ("LightNet Table 2", ["lightnet-2"]),
+        ("table 7", ["lightnet-7"]),
+        ("Figure 5", ["lion-figure-5"]),
+        ("recall", ["recall"]),
+    ):
+        assert [*tables.choose(known, [name])] == found, name
+    assert len(tables.choose(known, ["Table 5"])) == 6
+    assert {*tables.choose(known, ["Table 5"])} < {*tables.choose(known, [])}
+    for name in ("Table", "", "lion-161"):
+        with pytest.raises(ConfigError, match="unknown table"):
+            tables.choose(known, [name])
+
+
 @pytest.mark.slow
 def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, capsys, monkeypatch):
     monkeypatch.setattr(jobs, "start_command", command_here)
@@ -735,6 +754,10 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, caps
     assert "gone" in plan
     assert "here: --data cifar10 KEY=VALUE" in plan
     assert ", without 1 table whose data are missing" in plan
+    own.run("--dry-run", "--data", "cifar10", f"data.root={own.folder / 'gone'}")
+    plan = capsys.readouterr().out
+    assert "own: estimated with the published number of samples; data set 'cifar10': Dataset not found" in plan
+    assert "whose data are missing" not in plan
 
 
 @pytest.mark.slow

@@ -169,6 +169,11 @@ def test_claims_compare_runs_of_one_seed(runs):
     assert not pairs_of(renamed | {"lion_s vector": []}, QUESTION)[1:], "an ending is whole words"
 
 
+def test_the_rule_of_verdicts_stands_where_verdicts_do(runs):
+    assert "Holm" not in section_of(group(of(runs, "softmax")))
+    assert "Holm" in section_of(group(of(runs, "lion_s", "lion_s_forward")))
+
+
 def test_a_metric_that_falls(runs):
     """Check a metric for which lower is better: a curve's value is its minimum, and nothing is in percent."""
     metric = MetricOfMeans("perplexity", function=math.exp, of=("loss",), higher_is_better=False)

@@ -153,12 +153,12 @@ def test_the_time_that_is_used_up_stays_used_up(tmp_path, monkeypatch, caplog):
     assert straight.fit() and straight.state.step == 6
     stopped = stopped_at(toys.trainer(tmp_path / "b", **SECOND), 4)
     assert not stopped.fit() and stopped.state.seconds == 4
-    assert stopped.state.progress_text() == "step 4, 0.0667min of 0.1min"
+    assert stopped.state.progress_text() == "step 4, 4 s of 0.1min"
     resumed = toys.trainer(tmp_path / "b", **SECOND)
     with caplog.at_level(logging.INFO, "lion"):
         assert resumed.fit()
     assert (resumed.state.step, resumed.state.seconds) == (6, 6) and resumed.state.upcoming() is None
-    assert "resuming at step 4, 0.0667min of 0.1min: exact state" in caplog.text
+    assert "resuming at step 4, 4 s of 0.1min: exact state" in caplog.text
     assert "same data order, not the same bits (time-limited runs are not" in caplog.text
     assert same(straight.model.state_dict(), resumed.model.state_dict())  # this clock does go as far
 

@@ -78,8 +78,7 @@ def test_a_resumed_run_has_the_exact_state(tmp_path, caplog):
     assert not differing(before, resumed.checkpoints.learner.state()) and resumed.state.upcoming() == upcoming
     assert torch.equal(torch.get_rng_state(), random)
     assert (resumed.state.step, resumed.state.best, resumed.state.evaluated) == (5, stopped.state.best, 4)
-    samples = ", ".join(map(str, upcoming["samples"]))
-    for part in ("resuming at step 5 of 8: exact state", f"samples {samples}", "bit for bit what the run would have"):
+    for part in ("resuming at step 5 of 8: exact state", "bit for bit what the run would have"):
         assert part in caplog.text
     first = resumed.data.sampler(resumed.state.samples)
     assert [index for _, _, index in next(iter(first))][:8] == upcoming["samples"]
@@ -338,7 +337,7 @@ def test_an_evaluation_made_again_is_logged_once(tmp_path):
     assert made().fit()
     found = [(x["step"], x["kind"]) for x in lines(run)]
     assert found == [(3, "train"), (3, "val"), (6, "train"), (6, "val")]
-    for tag in ("train/loss", "val/loss"):
+    for tag in ("loss/train", "loss/val"):
         assert [e.step for e in events_of(run).Scalars(tag)] == [3, 6]
 
 

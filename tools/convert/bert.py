@@ -1,15 +1,39 @@
-"""Converter of BERT of `transformers` with its masked-LM head; pooler and next-sentence head are dropped."""
+"""Converter of BERT of `transformers`, with or without its masked-LM head; pooler and next-sentence head are dropped.
+
+A `BertModel` has no head. The head of our model is then new, so that the run is one to start from (`init_from`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lion.models.bert import Bert
+from lion.recipe import Recipe
+from lion.samples.text import TextInfo
+from tools.convert.files import CheckpointContents
 from tools.convert.language import PLAIN, Format, LanguageConverter
 
 OWN = {"position_kind": "learned", "bias": True, "head_transform": True}
+
+
+HEADLESS = "embeddings.word_embeddings.weight"  # a name that only a BERT without head has
+
+
+def new_head(embeddings: Tensor) -> dict[str, Tensor]:
+    """Return the weights of a masked-LM head, initialised as in BERT, for embeddings (rows, dim)."""
+    rows, dim = embeddings.shape
+    dense = 0.02 * torch.randn(dim, dim, generator=torch.Generator().manual_seed(0))
+    transform = "cls.predictions.transform"
+    return {
+        f"{transform}.dense.weight": dense,
+        f"{transform}.dense.bias": torch.zeros(dim),
+        f"{transform}.LayerNorm.weight": torch.ones(dim),
+        f"{transform}.LayerNorm.bias": torch.zeros(dim),
+        "cls.predictions.bias": torch.zeros(rows),
+    }
 
 
 class BertConverter(LanguageConverter):
@@ -76,7 +100,16 @@ class BertConverter(LanguageConverter):
         for name, value in theirs.items():
             old = next((end for end in ends if name.endswith(end)), "")
             cleaned[name.removesuffix(old) + ends.get(old, "")] = value
-        return cleaned
+        embeddings = cleaned.get(HEADLESS)
+        if not torch.is_tensor(embeddings) or embeddings.dim() != 2:
+            return cleaned
+        return {f"bert.{name}": value for name, value in cleaned.items()} | new_head(embeddings)
+
+    def describe(self, held: CheckpointContents, recipe: Recipe, info: TextInfo) -> str:
+        described = super().describe(held, recipe, info)
+        if HEADLESS in held.weights:
+            described += "; without a masked-LM head: ours is new, train it, or start from this run with init_from"
+        return described
 
     def sizes(self, ours: dict[str, Tensor]) -> dict[str, int]:
         return {**super().sizes(ours), "types": len(ours["types.weight"])}

@@ -1,11 +1,11 @@
-"""Export a run to files that other programs load without this package.
+"""Export a run to files that other programs load without this package, or to a small run.
 
-    python -m tools export RUN OUT [--format hub|pt2|onnx|aoti] [--length N] [--step] [data.path=PATH]
+    python -m tools export RUN OUT [--format hub|run|pt2|onnx|aoti] [--length N] [--step] [data.path=PATH]
         [--checkpoint best|last]
 
-`hub` writes a folder of transformers. The other formats write one program for any number of samples, with its
-preprocessing, class names and tokenizer inside: `pt2` for `torch.export.load`, `onnx` for ONNX Runtime, and `aoti` for
-AOTInductor's loader in C++ and Python. OUT appears in one step, when it is complete.
+`hub` writes a folder of transformers, and `run` a small copy of the run. The other formats write one program for any
+number of samples, with its preprocessing, class names and tokenizer inside: `pt2` for `torch.export.load`, `onnx` for
+ONNX Runtime, and `aoti` for AOTInductor's loader in C++ and Python. OUT appears in one step, when it is complete.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from lion.config import ConfigError
 from lion.runs import open_run
 from tools.cli import Parser, count
+from tools.show import gigabytes
 
 
 class Format(NamedTuple):
@@ -36,6 +37,7 @@ class Format(NamedTuple):
 
 FORMATS = {
     "hub": Format("tools.export.hub", program=False),
+    "run": Format("tools.export.run", program=False),
     "pt2": Format("tools.export.pt2", ".pt2"),
     "onnx": Format("tools.export.onnx", ".onnx"),
     "aoti": Format("tools.export.aoti", ".pt2"),
@@ -68,5 +70,13 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{args.out}: exists already, choose a new {'file' if form.suffix else 'folder'}")
     module = importlib.import_module(form.module)
     run = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
-    print(f"{args.out}: {module.export(run, args.out, args.overrides, **(options if form.program else {}))}")
+    described = module.export(run, args.out, args.overrides, **(options if form.program else {}))
+    print(f"{args.out}: {described}; {gigabytes(size_of(args.out))}")
     return 0
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())

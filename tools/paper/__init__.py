@@ -29,7 +29,7 @@ from lion.trainer.runtime import start_runtime
 from tools.checks import checkpoint_bytes
 from tools.cli import Parser, count, say
 from tools.cli import table as columns
-from tools.compose import build_data, describe_data, make_task, open_data, resolve
+from tools.compose import build_data, describe_data, make_task, resolve
 from tools.cost import duration_text, time_step
 from tools.jobs import Job, at_once, work
 from tools.paper.figures import draw
@@ -183,20 +183,26 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
 
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
     """Return a table of the runs that are left, with their time on this machine, disk space, and what is missing."""
-    rows, notes, absent, total, space = [], [], defaultdict[str, list[str]](list), 0.0, 0
+    rows, notes, total, space = [], [], 0.0, 0
+    absent, published = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
     for name, table in tables.items():
         own = [job for job in jobs if job.cell.table == name]
         if not (every := cells(name, table, scale)):
             continue
         times = {job.cell.key: known for job in own if (known := seconds_before(job, store))}
         new = next((job for job in own if job.cell.key not in times), None)
-        each = estimate(new) if new else 0.0
         row = [name, str(len(every)), str(len(own))]
-        if isinstance(each, str):
-            absent[f"{each}; here: --data {new.cell.recipe.data.name} KEY=VALUE"].append(name)
-            rows.append([*row, "-", "-", "-"])
-            continue
+        each = 0.0
         if new:
+            here = f"here: --data {new.cell.recipe.data.name} KEY=VALUE"
+            try:
+                each, note = estimate(new)
+            except ConfigError as error:
+                absent[f"{error}; {here}"].append(name)
+                rows.append([*row, "-", "-", "-"])
+                continue
+            if note is not None:
+                published[f"estimated with the published number of samples; {note}; {here}"].append(name)
             store.add({"table": name, "scale": scale, "seconds": each, "threads": torch.get_num_threads()}, "estimates")
         if table.glue and own:
             notes.append(f"{name}: without GLUE, which `./run.sh glue RUN --recipe NAME --dry-run` estimates")
@@ -209,7 +215,8 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
     header = ["table", "runs", "jobs left", "a job", "all jobs", "weights"]
     left_out = sum(map(len, absent.values()))
     without = f", without {left_out} table{'s' * (left_out > 1)} whose data are missing" if left_out else ""
-    notes += [f"{', '.join(names)}: {reason}" for reason, names in absent.items()]
+    for reason, names in (*absent.items(), *published.items()):
+        notes.append(f"{', '.join(names)}: {reason}")
     notes.append("jobs: runs that no earlier table has, and classifiers that measure distances of images")
     free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
     costs = (
@@ -233,14 +240,19 @@ def weights(job: PaperJob) -> int:
     return checkpoint_bytes(build_on_meta(task, job.recipe.model), False)[1]
 
 
-def estimate(job: PaperJob) -> float | str:
-    """Return the seconds of a run on this machine by a step that is timed now, or why they are unknown."""
+def estimate(job: PaperJob) -> tuple[float, str | None]:
+    """Return the seconds of a run on this machine by a step that is timed now, and a note on absent files or None.
+
+    Without files, the number of samples is the published one.
+
+    Raises:
+        ConfigError: The files are absent, and no number is published.
+    """
     recipe = job.recipe
-    try:
-        splits = build_data(recipe) if job.cell.scale == "mini" else open_data(recipe).build()
-    except ConfigError as error:
-        return str(error)
-    made = make_plan(recipe, samples=len(splits.train), world=1)
+    info, samples, note = describe_data(recipe)
+    made = make_plan(recipe, samples=samples, world=1)
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
-    sample, update = time_step(make_task(recipe, splits.info), recipe, made, runtime)
-    return made.seconds if made.total is None else made.samples * sample + made.total * update
+    if made.total is None:
+        return made.seconds, note
+    step = time_step(make_task(recipe, info), recipe, made, runtime)
+    return made.samples * step.sample + made.total * step.update, note

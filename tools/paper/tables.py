@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -216,10 +216,35 @@ def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table
     Raises:
         ConfigError: An unknown name.
     """
+    if not names:
+        return dict(tables)
+    chosen = set()
     for name in names:
-        if name not in tables:
+        found = tables_called(name, tables)
+        if not found:
             raise ConfigError(f"--table: unknown table {name!r}, {nearest(name, tables)}")
-    return {name: table for name, table in tables.items() if not names or name in names}
+        chosen.update(found)
+    return {name: table for name, table in tables.items() if name in chosen}
+
+
+def tables_called(name: str, tables: Iterable[str]) -> list[str]:
+    """Return the tables that a person calls `name`: `lion-2`, or as in the papers "LION, Table 2" or "Table 2".
+
+    A number alone is that of LION's table, if there is one. A table of a paper can have several parts (`lion-5-text`).
+    """
+    words = re.findall("[a-z0-9]+", name.lower())
+    asked = "".join(words).replace("table", "")
+    for paper in ("", "lion", "lightnet"):
+        parts = []
+        for table in tables:
+            known = table.replace("-", "")
+            if known == paper + asked:
+                return [table]
+            if re.match(rf"{paper}{asked}(?!\d)", known) and asked[-1:].isdigit():
+                parts.append(table)
+        if parts:
+            return parts
+    return []
 
 
 def cells(name: str, table: Table, scale: str) -> list[Cell]:

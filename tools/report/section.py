@@ -28,7 +28,6 @@ LEGEND = (
     "Values are mean ± sample standard deviation over n seeds. `test` is measured with the weights that were best on "
     "`val`; other metrics on `val` are from the same step. Speed is the median training speed in the log, without "
     "padding; other jobs on the machine may have reduced it. Rows are compared on test if all runs were tested."
-    f"\n\n{RULE}"
 )
 
 
@@ -72,6 +71,8 @@ def markdown(sections: list[Row], title: str, picture: str | None, notes: str = 
     title = (sections[0]["section"] or sections[0]["task"]) if only else title
     parts = [f"# {title}: runs at one budget{'' if only else ' each'}", "Written by `./run.sh report`.", LEGEND]
     comparisons, level = judged(sections)
+    if any(comparisons):
+        parts.append(RULE)
     for section, compared in zip(sections, comparisons):
         parts += [f"## {section['section'] or section['task']}"] if not only else []
         tables = [(HEADINGS[kind], *table_of(kind, compared, level)) for kind in HEADINGS]
