@@ -14,7 +14,7 @@ EXTRAS = {
     "plots": ["matplotlib"],
     "timm": ["timm>=1.0.26"],
     "transformers": ["transformers>=5.23"],
-    "dev": ["accelerate", "mypy", "pytest", "pytest-xdist", "ruff"],
+    "dev": ["accelerate", "mypy", "peft", "pytest", "pytest-xdist", "ruff"],
 }
 
 # What a wheel holds in the folder `lion/clone`, so that site-packages gets no top-level `data` or `tools`.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lion.config import ConfigError, nearest, parse_yaml
+from lion.config import ConfigError, nearest
+from lion.yaml_text import parse_yaml
 
 OVERRIDE = "override"  # the source of keys from the command line
 

@@ -3,7 +3,8 @@ from dataclasses import dataclass, field
 import pytest
 import yaml
 
-from lion.config import ConfigError, build, flatten, merge, parse_overrides, parse_yaml, setting, to_dict
+from lion.config import ConfigError, build, flatten, merge, parse_overrides, setting, to_dict
+from lion.yaml_text import parse_yaml
 
 
 @dataclass

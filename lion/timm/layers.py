@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, ClassVar
@@ -165,6 +166,27 @@ class TimmAttention(Layer):
         with torch.device(self.qkv.weight.device):
             new = type(self)(self.qkv.in_features, self.num_heads, self.qkv.bias is not None)
             copy_own(new, self)
+
+    def _load_from_state_dict(self, weights: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Load weights; decays keep their initialisation where those of softmax attention are loaded, without decays.
+
+        Weights with some parts of the decays are those of a linear layer, which have to be complete.
+        """
+        own = {}
+        parts = set()
+        for name, value in self.state_dict().items():
+            part = name.partition(".")[0]
+            if part not in SHARED:
+                own[prefix + name] = value
+                parts.add(part)
+        if own and f"{prefix}qkv.weight" in weights and not own.keys() & weights.keys():
+            weights.update(own)
+            warnings.warn(
+                f"these weights of softmax attention have no {' and '.join(sorted(parts))} of {self.name!r}, which "
+                "keep their initialisation: train the model further",
+                stacklevel=2,
+            )
+        super()._load_from_state_dict(weights, prefix, *rest)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the class by its arguments, because it has no place in a module."""

@@ -83,6 +83,7 @@ class Trainer:
         learner = TrainedModels(self.model, self.ema, self.optimizer)
         self.checkpoints = Checkpointer(folder, learner, runtime, keep=self.config.keep_last)
         self.stopping = False  # set by a signal
+        self.trained = 0.0  # seconds of the steps of this process
         self.waited: set[str] = set()  # first steps and evaluations that this process has begun
         self.stopped_time: StoppedTime | None = None  # of a run that is limited by time
 
@@ -102,7 +103,6 @@ class Trainer:
             if started is not None:
                 started(state)
             resumed = state.step
-            trained = state.seconds
             stack.enter_context(catch_signals(self))
             if self.plan.seconds is not None:
                 self.stopped_time = stack.enter_context(StoppedTime())
@@ -125,8 +125,7 @@ class Trainer:
             log.info("the run is complete, at step %d: nothing to train", state.step)
         elif complete:
             done = state.step - resumed
-            seconds = state.seconds - trained
-            log.info("trained %d steps in %.0f s, beside compilation, evaluation and saving", done, seconds)
+            log.info("trained %d steps in %.0f s, beside compilation, evaluation and saving", done, self.trained)
         return complete
 
     def prepare(self) -> None:
@@ -169,7 +168,9 @@ class Trainer:
             lr = self.set_learning_rate()
             with self.undone_without_compiler():
                 loss, norm = self.train_step(batches, monitor, out)
-            state.advance(clock.lap())
+            lap = clock.lap()
+            self.trained += lap
+            state.advance(lap)
             monitor.samples += state.taken
             out.progress(state.at)
             if (what := nonfinite_steps(state)) is not None:

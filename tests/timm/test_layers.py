@@ -6,6 +6,7 @@ import pickle
 import re
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -184,6 +185,31 @@ def test_a_model_of_timm_with_our_layers(mixer):
 
 
 @pytest.mark.compiled
+def test_weights_of_softmax_keep_the_decays_of_the_start(tmp_path):
+    """Check timm's two ways to load weights without decays, one warning a model, and that half of them is an error."""
+    name = "vit_tiny_patch16_224"
+    small = {"depth": 2, "embed_dim": DIM, "num_heads": HEADS, "img_size": 32}
+    softmax = timm.create_model(name, **small)
+    file = tmp_path / "softmax.pth"
+    torch.save(softmax.state_dict(), file)
+    for how in ({"checkpoint_path": str(file)}, {"pretrained": True, "pretrained_cfg_overlay": {"file": str(file)}}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            model = timm.create_model(name, attn_layer=room.attention("lion_s"), **small, **how)
+        (said,) = [str(each.message) for each in caught if "softmax attention" in str(each.message)]
+        assert said.startswith("these weights of softmax attention have no decays of 'lion_s', which keep their init")
+        own = model.state_dict()
+        for key, value in softmax.state_dict().items():
+            assert torch.equal(own[key], value)
+        gates = [value for key, value in own.items() if key.endswith("gate.weight")]
+        assert len(gates) == 2
+        assert all(gate.std() > 0 for gate in gates)
+    key = next(key for key in own if key.endswith("gate.weight"))
+    del own[key]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(own)
+
+
 def test_one_compiled_graph_serves_masks_and_causality():
     layer, _, x = layers("lion_s")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

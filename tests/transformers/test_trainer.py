@@ -1,6 +1,7 @@
 """transformers' `Trainer` fine-tunes an exported masked language model on a task of GLUE."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import transformers
 from data.text.tokenizers import make_tokenizer
 from lion.transformers import LionConfig, LionForCausalLM, LionForMaskedLM, LionForSequenceClassification
 from lion.transformers.remote import AUTO
-from tests.helpers import glue_folder
+from tests.helpers import ROOT, glue_folder
 from tools.export.hub import save_tokenizer
 
 
@@ -57,6 +58,45 @@ def test_it_learns_glue_and_resumes_from_its_checkpoint(tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "checkpoint-30")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters()))
+
+
+@pytest.mark.slow
+def test_the_readme_leads_from_data_to_the_hub(tmp_path, monkeypatch):
+    """Run the README's example, in which the upload is replaced, and train the adapters of PEFT."""
+    peft = pytest.importorskip("peft")
+    pushed = []
+    monkeypatch.setattr(transformers.Trainer, "push_to_hub", lambda trainer: pushed.append(trainer.args.output_dir))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reviews").mkdir()
+    for split in ("train", "test"):
+        lines = ["text,label", *("a fine film,1", "a dull film,0") * 32]
+        (tmp_path / "reviews" / f"{split}.csv").write_text("\n".join(lines))
+    text = (ROOT / "lion/transformers/README.md").read_text()
+    whole, adapted = re.findall(r"^```python\n(import (?:datasets|peft).*?)^```", text, re.DOTALL | re.MULTILINE)
+    torch.manual_seed(0)
+    held = {}
+    exec(whole, held)
+    assert pushed == ["reviews_lion_s"]
+    (found,) = held["classify"]("a fine film")
+    assert found["label"] == "LABEL_1" and found["score"] > 0.9
+    exec(adapted, held)
+    model = held["model"].eval()
+    batch = held["tokenizer"](["a fine film", "a dull film"], return_tensors="pt")
+    before = model(**batch).logits
+    train = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.SGD(train, lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(**batch, labels=torch.tensor([0, 1])).loss
+        loss.backward()
+        optimizer.step()
+    tuned = model(**batch).logits
+    assert (tuned - before).abs().max() > 1e-2
+    model.save_pretrained("adapters")
+    again = peft.PeftModel.from_pretrained(LionForSequenceClassification.from_pretrained("reviews_lion_s"), "adapters")
+    torch.testing.assert_close(again.eval()(**batch).logits, tuned)
+    torch.testing.assert_close(model.merge_and_unload()(**batch).logits, tuned, rtol=1e-4, atol=1e-4)
 
 
 def test_smoothed_labels_are_the_next_tokens(tmp_path):

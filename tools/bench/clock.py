@@ -37,8 +37,7 @@ from lion.trainer.diagnostics import process_peak
 from tools.bench import OUT
 from tools.bench import gpu as estimates
 from tools.bench.gpu import CASE, DEFAULT, FORMS, case, order
-from tools.bench.operators import OPERATORS
-from tools.bench.ops import softmax
+from tools.bench.operators import OPERATORS, softmax
 from tools.cli import Parser, count, say, table
 from tools.gpu.targets import TARGETS
 from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout, grid_layout
@@ -151,6 +152,11 @@ class Operator:
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether a decay has one lambda for each key dimension."""
         return self.of_keys or any(t.dim() in (2, 4) for name, t in tensors.items() if name.startswith("log_decay"))
+
+
+def softmax(tensors: dict[str, Tensor]) -> Tensor:
+    """Return the attention of PyTorch's SDPA, with which all operators are compared."""
+    return F.scaled_dot_product_attention(tensors["q"], tensors["k"], tensors["v"])
 
 
 def grid(length: int, scans: tuple[str, ...]) -> Layout:

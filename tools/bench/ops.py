@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
 from tools.bench import OUT, lengths
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.operators import OPERATORS, Operator
+from tools.bench.operators import OPERATORS, Operator, softmax
 from tools.bench.report import FORMS, Report
 from tools.cli import Parser, count, say
 from tools.probe import (
@@ -242,10 +241,6 @@ def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[s
     if job.eager or variant.form == "rnn":  # torch.compile would unroll the loop over the sequence
         return run
     return torch.compile(run, fullgraph=True, dynamic=False)
-
-
-def softmax(tensors: dict[str, Tensor]) -> Tensor:
-    return F.scaled_dot_product_attention(tensors["q"], tensors["k"], tensors["v"])
 
 
 def time_length(

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lion.config import ConfigError, nearest, parse_yaml
+from lion.config import ConfigError, nearest
 from lion.layers.mixers.base import Mixer
+from lion.yaml_text import parse_yaml
 from tools.conform.measure import error_line
 from tools.conform.subject import Adapt, Calls, Subject, adapt_mixer, adapt_plain
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from data.manifest import short_hash
-from lion.config import ConfigError, build, changed, nearest, parse_yaml, setting
+from lion.config import ConfigError, build, changed, nearest, setting
 from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
+from lion.yaml_text import parse_yaml
 from tools.compose import metric_of, resolve
 from tools.glue.plan import table_names
 from tools.statistics import NOISES
