@@ -28,9 +28,9 @@ class Reading(NamedTuple):
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(39_400, 11, 4.9),
     "lion/layers": Reading(38_400, 13, 11.4),
-    "lion": Reading(154_700, 10, 6.3),
+    "lion": Reading(155_050, 10, 6.3),
     "data": Reading(49_000, 11, 15.0),
-    "tools": Reading(113_250, 12, 22.8),
+    "tools": Reading(114_650, 12, 22.2),
 }
 
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
-from tools.commands import COMMANDS, help_for, parse_command, unknown_option
-
-COMMON_SETTINGS = {  # what other trainers have as options
-    "--epochs": "trainer.epochs",
-    "--steps": "trainer.steps",
-    "--batch-size": "trainer.batch_size",
-    "--lr": "optim.lr",
-    "--seed": "seed",
-}
-SETTING = re.compile(r"[a-z_]+(\.\w+)*=")
+from tools.commands import COMMANDS, help_for, parse_command
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +25,7 @@ def main(argv: list[str]) -> int:
     from lion.config import ConfigError, nearest
     from lion.progress import announced
     from tools.listing import recipe_names
+    from tools.options import READERS
 
     name, rest = parse_command(argv)
     recipes = recipe_names()
@@ -44,23 +36,16 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{name!r} is a run: ./run.sh {run} trains it to its end")
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
-    if (unknown := unknown_option(name, rest)) is not None:
-        text, option, options = unknown
-        hint = nearest(option, options)
-        if "key=value" in COMMANDS[name].synopsis:
-            key = COMMON_SETTINGS.get(option)
-            hint = f"write {key}=VALUE" if key else f"{hint} (settings are section.key=value)"
-        raise ConfigError(f"run.sh {name}: unknown option {text}: {hint}")
-    if COMMANDS[name].synopsis.startswith("RECIPE") and rest and not rest[0].startswith("-"):
-        check_recipe(rest)
+    if name in READERS:  # the others pass their options on to another program
+        check(name, READERS[name](rest))
     module, _, function = COMMANDS[name].where.partition(":")
     with announced("loading PyTorch"):
         loaded = importlib.import_module(module)
     return getattr(loaded, function or "main")(rest)
 
 
-def check_recipe(words: list[str]) -> None:
-    """Check the recipe that the arguments of a command begin with, and its keys.
+def check(name: str, args: Namespace) -> None:
+    """Check the recipe of a command, and its keys.
 
     Raises:
         ConfigError: There is no such recipe, or no such key.
@@ -68,8 +53,11 @@ def check_recipe(words: list[str]) -> None:
     from tools.keys import check_keys
     from tools.listing import recipe_path
 
-    overrides = [word for word in words[1:] if SETTING.match(word)]
-    check_keys(recipe_path(words[0]), overrides)
+    if COMMANDS[name].synopsis.startswith("RECIPE [key=value"):
+        check_keys(recipe_path(args.recipe), args.overrides)
+    elif name == "bench train":
+        for recipe in args.recipes:
+            recipe_path(recipe)
 
 
 def stopped_run(name: str) -> Path | None:

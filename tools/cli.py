@@ -35,6 +35,13 @@ NAMED = {
     errno.ELOOP,
     errno.ENAMETOOLONG,
 }  # no such file or folder: the user typed a wrong name
+SETTINGS = {  # what other trainers have as options
+    "--epochs": "trainer.epochs",
+    "--steps": "trainer.steps",
+    "--batch-size": "trainer.batch_size",
+    "--lr": "optim.lr",
+    "--seed": "seed",
+}
 PATIENCE = 10  # seconds in which the launcher stops the other processes after one has failed
 
 
@@ -53,12 +60,39 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         return as_called(super().format_help())
 
+    def parse_args(self, words: list[str]) -> argparse.Namespace:
+        self.check_options(words)
+        return super().parse_args(words)
+
+    def parse_intermixed_args(self, words: list[str]) -> argparse.Namespace:
+        self.check_options(words)
+        return super().parse_intermixed_args(words)
+
+    def check_options(self, words: list[str]) -> None:
+        """Check that all options of a line are options of the command, also if an argument is missing.
+
+        Raises:
+            ConfigError: An unknown option, with the next word unless the command needs that word as an argument.
+        """
+        options = list(self._option_string_actions)
+        arguments = self._get_positional_actions()
+        needed = sum(action.required for action in arguments)
+        plain = sum(not word.startswith("-") for word in words)
+        for word, following in zip(words, [*words[1:], "-"]):
+            given = word.partition("=")[0]
+            if given == "--":
+                return
+            if not given.startswith("--") or any(option.startswith(given) for option in options):
+                continue
+            if not following.startswith("-") and plain > needed:
+                word = f"{word} {following}"
+            hint = nearest(given, options)
+            if any(action.metavar == "key=value" for action in arguments):
+                key = SETTINGS.get(given)
+                hint = f"write {key}=VALUE" if key else f"{hint} (settings are section.key=value)"
+            raise ConfigError(f"{self.prog}: unknown option {word}: {hint}")
+
     def error(self, message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2]
-        if unknown.startswith("-"):
-            shown = [a for a in self._actions if a.help != argparse.SUPPRESS]
-            hint = nearest(unknown.split()[0].partition("=")[0], [o for a in shown for o in a.option_strings])
-            message = f"unknown option {unknown}: {hint}"
         raise ConfigError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 

@@ -15,152 +15,92 @@ class Command(NamedTuple):
         synopsis: The arguments after the name of the command, as the usage line prints them.
         help: One line of help.
         where: Place of the code, as `module` or `module:function`.
-        options: All options of the command, checked before PyTorch is loaded; None if another program checks them.
     """
 
     synopsis: str
     help: str
     where: str
-    options: str | None = ""
 
 
-TRAIN = "--fresh --no-eval --form --processes --nodes --head --restarts --eager"
-CLOCK = "--rounds --seconds --threads --eager --out --fresh"
-COMMON = ("--help", "--debug")  # options of every command
 COMMANDS = {
-    "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train", TRAIN),
-    "prepare": Command(
-        "RECIPE [key=value ...]", "prepare a recipe's data, once for all runs", "tools.prepare", "--check-labels"
-    ),
+    "train": Command("RECIPE [key=value ...]", "train a recipe, then evaluate it in every form", "tools.train"),
+    "prepare": Command("RECIPE [key=value ...]", "prepare a recipe's data, once for all runs", "tools.prepare"),
     "eval": Command(
         "RUN [--form full|chunk|rnn|all] [--chunk-size N,N] [--lengths N,N] [--choices FILE]",
         "evaluate a run in every form: metric, speed, memory",
         "tools.evaluate",
-        "--form --chunk-size --checkpoint --split --ema --eager --lengths --choices --tokens --out --processes",
     ),
     "list": Command(
-        "[PATTERN ...] [--mixers]",
-        "list the recipes and the results they aim at; the mixers",
-        "tools.listing",
-        "--mixers",
+        "[PATTERN ...] [--mixers]", "list the recipes and the results they aim at; the mixers", "tools.listing"
     ),
     "show": Command(
-        "RECIPE [key=value ...]",
-        "show what a recipe costs on this machine, and all its settings",
-        "tools.show",
-        "--processes --mesh",
+        "RECIPE [key=value ...]", "show what a recipe costs on this machine, and all its settings", "tools.show"
     ),
     "predict": Command(
         "RUN FILE|FOLDER|SENTENCE ... [--out FILE.csv]",
         "predict classes of files or sentences, or masked tokens",
         "tools.predict",
-        "--form --eager --top --out",
     ),
     "generate": Command(
         "RUN --prompt TEXT [--mode attention|kv|rnn] [--state FILE]",
         "generate text from prompts with a causal language model",
         "tools.generate",
-        "--prompt --mode --tokens --temperature --top-k --top-p --seed --state --checkpoint --processes --eager",
     ),
     "sample": Command(
         "RUN [--classes 0,1,cat] [--steps N] [--guidance G] [--out FILE.png]",
         "generate images with a diffusion model",
         "tools.sample",
-        "--classes --count --steps --guidance --eta --seed --form --chunk-size --checkpoint --raw --batch --compile "
-        "--out",
     ),
     "distance": Command(
         "RUN|FOLDER|FILE.npz --features CLASSIFIER_RUN",
         "compare generated images with real ones: FD-own, IS-own, precision, recall",
         "tools.distance",
-        "--features --reference --samples --real --steps --guidance --seed --batch --keep --checkpoint --raw --eager "
-        "--out",
     ),
     "glue": Command(
         "RUN --recipe bert24|m2_base|m2_large|hydra|modified|cramming|lightnet [--dry-run]",
         "fine-tune a masked language model on GLUE",
         "tools.glue",
-        "--recipe --tasks --seeds --no-mnli --cited --jobs --name --tokenizer --dry-run",
     ),
-    "bench ops": Command(
-        "",
-        "time the operators against SDPA",
-        "tools.bench.ops",
-        f"{CLOCK} --mixer --form --length --pass --chunk-size --heads --dim --tokens --dtype",
-    ),
-    "bench train": Command(
-        "RECIPE ...",
-        "time whole training steps against softmax attention",
-        "tools.bench.train",
-        f"{CLOCK} --size --batch --precision --matmul --set --plain --against",
-    ),
+    "bench ops": Command("", "time the operators against SDPA", "tools.bench.ops"),
+    "bench train": Command("RECIPE ...", "time whole training steps against softmax attention", "tools.bench.train"),
     "bench inference": Command(
-        "RUN|RECIPE",
-        "measure latency and memory by form and input size",
-        "tools.bench.inference",
-        f"{CLOCK} --sizes --form --chunk-size --batch --evaluate --against",
+        "RUN|RECIPE", "measure latency and memory by form and input size", "tools.bench.inference"
     ),
-    "bench generate": Command(
-        "RUN ...",
-        "measure latency per token and memory by text length",
-        "tools.bench.generate",
-        f"{CLOCK} --lengths --mode --batch",
-    ),
+    "bench generate": Command("RUN ...", "measure latency per token and memory by text length", "tools.bench.generate"),
     "bench gpu": Command(
-        "[MIXER|RECIPE ...]",
-        "estimate kernels, memory traffic and time on a GPU, without a GPU",
-        "tools.bench.gpu",
-        "--form --length --target --dtype --batch --heads --dim --compile --against --out --fresh",
+        "[MIXER|RECIPE ...]", "estimate kernels, memory traffic and time on a GPU, without a GPU", "tools.bench.gpu"
     ),
     "bench clock": Command(
-        "[MIXER ...]",
-        "time the operators of bench gpu on this GPU, beside the estimates",
-        "tools.bench.clock",
-        "--form --length --dtype --batch --heads --dim --rounds --autotune --out --fresh",
+        "[MIXER ...]", "time the operators of bench gpu on this GPU, beside the estimates", "tools.bench.clock"
     ),
     "bench sequence": Command(
         "",
         "measure memory of rows split over processes, and estimate their exchange on many GPUs",
         "tools.bench.sequence",
-        "--length --processes --mixer --heads --dim --no-measure --out --fresh",
     ),
     "convert": Command(
         "CHECKPOINT RECIPE OUT",
         "convert a checkpoint of transformers, nanoGPT, DeiT, timm, .. to a run",
         "tools.convert",
-        "--ema",
     ),
     "export": Command(
         "RUN OUT [--format hub|run|pt2|onnx|aoti] [--length N] [--step]",
         "export a run for transformers, torch.export, ONNX Runtime or C++ (AOTInductor), or a small run",
         "tools.export",
-        "--format --length --step --checkpoint --ema",
     ),
-    "report": Command(
-        "RUN ...",
-        "compare runs with the paper's numbers, in tables and curves",
-        "tools.report",
-        "--out --name --section --notes --fresh",
-    ),
-    "paper": Command(
-        "[--table NAME ...]",
-        "run the papers' tables, with verdicts on their claims",
-        "tools.paper",
-        "--table --scale --jobs --data --out --dry-run --save --no-runs",
-    ),
+    "report": Command("RUN ...", "compare runs with the paper's numbers, in tables and curves", "tools.report"),
+    "paper": Command("[--table NAME ...]", "run the papers' tables, with verdicts on their claims", "tools.paper"),
     "consolidate": Command("RUN", "turn a sharded checkpoint into one file", "tools.consolidate"),
     "conform": Command(
         "MODULE:CLASS|FILE.py:CLASS [--causal] [--init dim=64,..] [--adapter FILE.py]",
         "check any (B, L, D) layer: padding, packing, causality, streams, precision, gradients",
         "tools.conform",
-        "--causal --init --dim --adapter --eager --json",
     ),
-    "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.external:logs", None),
+    "logs": Command("[TensorBoard's options]", "show the curves of runs/ in TensorBoard", "tools.external:logs"),
     "test": Command(
         "[--quick|--every] [pytest's options]",
         "run the test suite on all cores; --quick: a part of it, in a minute; --every: all cases",
         "tools.external:test",
-        None,
     ),
 }
 DEFAULT = ("train", "quickstart")  # for a line without a command, or with settings alone
@@ -209,29 +149,6 @@ def parse_command(argv: list[str]) -> tuple[str, list[str]]:
         return "train", argv
     words = 2 if is_group(first) else 1
     return " ".join(argv[:words]), argv[words:]
-
-
-def unknown_option(name: str, words: list[str]) -> tuple[str, str, list[str]] | None:
-    """Find the first unknown option on the line of a command.
-
-    Returns:
-        None, or a tuple of the option as argparse would print it (with the next word, unless the command needs that
-        word as an argument), the name of the option alone, and the valid options.
-    """
-    command = COMMANDS[name]
-    if command.options is None:
-        return None
-    options = [*command.options.split(), *COMMON]
-    needed = len(command.synopsis.partition("[")[0].replace("...", "").split())  # RECIPE, RUN FILE|SENTENCE
-    plain = sum(not word.startswith("-") for word in words)
-    for word, following in zip(words, [*words[1:], "-"]):
-        given = word.partition("=")[0]
-        if given == "--":
-            return None
-        if given.startswith("--") and not any(option.startswith(given) for option in options):
-            behind = "" if following.startswith("-") or plain <= needed else f" {following}"
-            return f"{word}{behind}", given, options
-    return None
 
 
 def is_group(word: str) -> bool:

@@ -15,13 +15,12 @@ from lion.runs import find_run, lock_run
 from lion.trainer.checkpoint_files import CONSOLIDATED, MANIFEST, load_state, newest, write_manifest
 from lion.trainer.checkpointer import TENSORS
 from lion.trainer.parallel import join_shards
-from tools.cli import Parser, run_command
+from tools import options
+from tools.cli import run_command
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh consolidate", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    args = parser.parse_args(argv)
+    args = options.consolidate(argv)
     folder = find_run(args.run)
     with lock_run(folder):
         found = newest(folder, "last")

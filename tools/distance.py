@@ -47,12 +47,12 @@ from lion.runs import RECIPE, LoadedRun, find_run, open_run
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.cli import Parser, check_folder, count, number, run_command, say, table
+from tools import options
+from tools.cli import check_folder, run_command, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 from tools.probe import device_name, stamp
 
-FIGURES = "distance.json"
 FEWEST = 2 * GROUPS  # smallest number of images in a set
 SHARES = ("precision", "recall")
 COUNTS = ("samples", "reference", "nearest")  # fields of `Row`
@@ -60,38 +60,7 @@ NEAREST = 10_000  # most images of each set whose neighbours are searched
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh distance", description=__doc__.splitlines()[0])
-    parser.add_argument("samples_of", metavar="RUN|FOLDER|FILE.npz", help="images to evaluate")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the real images are now")
-    parser.add_argument("--features", metavar="RUN|FILE.pt", help="a classifier run, or a TorchScript module")
-    parser.add_argument(
-        "--reference",
-        default="train",
-        help="real images: split train (default), val or test of the data; or a folder or FILE.npz",
-    )
-    parser.add_argument(
-        "--samples",
-        type=count,
-        default=10_000,
-        help="number of images to generate, or most images to read (default: 10000)",
-    )
-    parser.add_argument("--real", type=count, default=50_000, help="most real images to use (default: 50000)")
-    parser.add_argument("--steps", type=count, default=50, help="number of steps of DDIM (default: 50)")
-    parser.add_argument(
-        "--guidance", type=number(0, 100), default=1.0, help="guidance of the sampling; 1 (default): none"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=count, default=128, help="images per batch (default: 128)")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="folder that stores generated images, for use in later calls"
-    )
-    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help=f"file of the scores (default for a run: {FIGURES} in its folder)"
-    )
-    args = parser.parse_intermixed_args(argv)
+    args = options.distance(argv)
     for name in ("samples", "real"):
         if getattr(args, name) < FEWEST:
             raise ConfigError(f"--{name}: expected at least {FEWEST}, got {getattr(args, name)}")
@@ -101,11 +70,12 @@ def main(argv: list[str]) -> int:
     if args.features:
         features = (TorchScriptFeatures if Path(args.features).suffix == ".pt" else ClassifierFeatures)(args, runtime)
     generating = ("keep", "checkpoint", "raw", "steps", "guidance")
-    changed = [name for name in generating if getattr(args, name) != parser.get_default(name)]
+    usual = options.distance([args.samples_of])
+    changed = [name for name in generating if getattr(args, name) != getattr(usual, name)]
     made, run = open_samples(args, runtime, features, changed)
     if run and not args.out:
         check_folder("RUN", run.folder)
-    out = args.out or (run and run.folder / FIGURES)
+    out = args.out or (run and run.folder / options.FIGURES)
     real, floor = open_reference(args, made.count, run.folder if run else features and features.run, features)
     for pictures in filter(None, (made, real, floor)):
         check(pictures, features)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from lion.config import ConfigError
 from lion.evaluation.forms import form_label
 from lion.evaluation.run import evaluate_run
-from lion.ops import FORMS
 from lion.progress import rate
 from lion.recipe import Recipe
 from lion.runs import LoadedRun, find_run, open_run
@@ -29,41 +28,16 @@ from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
+from tools import options
 from tools.choices import evaluate_choices
-from tools.cli import Parser, choose_form, count, counts, run_command, table
+from tools.cli import choose_form, run_command, table
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
 from tools.launch import Machines, launch
 from tools.lengths import evaluate_lengths
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh eval", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the data are now")
-    parser.add_argument("--form", choices=(*FORMS, "all"), default="all")
-    parser.add_argument(
-        "--chunk-size", type=counts, help="tokens per chunk (form chunk) or per step (form rnn): 16, or 1,8,16"
-    )
-    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument(
-        "--split", choices=("test", "val"), help="split of the data (default: test, or val if there is no test split)"
-    )
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
-    parser.add_argument(
-        "--lengths", type=counts, help="evaluate text in windows of these numbers of tokens, such as 256,512"
-    )
-    parser.add_argument(
-        "--choices", type=Path, metavar="FILE.jsonl", help="evaluate the multiple-choice questions of this file"
-    )
-    parser.add_argument(
-        "--tokens", type=count, help="with --lengths: most tokens of held-out text to use (default: 262144)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths: folder for the results and a plot")
-    parser.add_argument(
-        "--processes", type=count, default=1, help="processes on this machine that share the tokens of each row"
-    )
-    args = parser.parse_intermixed_args(argv)
+    args = options.evaluate(argv)
     if args.chunk_size and args.form == "full":
         raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}

@@ -31,13 +31,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from lion.config import ConfigError
 from lion.files import write_atomic
 from lion.inference.split import read_in_turn
-from lion.inference.text import MODES, Continuation, Sampling, read, streaming_mode
+from lion.inference.text import Continuation, Sampling, read, streaming_mode
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.trainer.compilation import compile_blocks, compile_steps
 from lion.trainer.runtime import catch_signals, start_runtime
-from tools.cli import Parser, check_folder, count, number, run_command, say
+from tools import options
+from tools.cli import check_folder, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
 from tools.cost import duration_text
 from tools.launch import Machines, launch
@@ -47,40 +48,7 @@ UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; mo
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh generate", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    parser.add_argument("overrides", nargs="*", metavar="data.root=PATH", help="where the data are now")
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        help="text to continue; repeat the option for several prompts in one batch",
-    )
-    parser.add_argument("--mode", choices=MODES, help="default: kv for softmax, rnn for linear mixers")
-    parser.add_argument("--tokens", type=count, default=200, help="number of tokens to generate (default: 200)")
-    parser.add_argument(
-        "--temperature", type=number(0, 1000), default=1.0, help="1: default; 0: always the most likely token"
-    )
-    parser.add_argument("--top-k", type=count, help="draw from the K most likely tokens")
-    parser.add_argument(
-        "--top-p",
-        type=number(0, 1),
-        default=1.0,
-        help="draw from the fewest tokens whose probabilities sum up to this share",
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--state",
-        type=Path,
-        metavar="FILE",
-        help="file in which the state at the end is stored, and from which to resume",
-    )
-    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument(
-        "--processes", type=count, default=1, help="processes on this machine that read the prompts together"
-    )
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
-    args = parser.parse_intermixed_args(argv)
+    args = options.generate(argv)
     check_request(args)
     loaded = open_run(args.run, checkpoint=args.checkpoint)
     if not isinstance(loaded.model, GPT):

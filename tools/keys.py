@@ -10,10 +10,11 @@ import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import lion
 from lion.config import ConfigError, flatten, nearest, parse_overrides
 from lion.recipe_files import OVERRIDE, read_layers
 
-ROOT = Path(__file__).parents[1]
+FOLDERS = {"lion": Path(lion.__file__).parent, "data": Path(__file__).parents[1] / "data"}  # also of a wheel
 SOURCES = {  # the dataclasses of each section, as patterns of files or as `file:class`
     "": "lion/recipe.py:Recipe",
     "task": "lion/tasks/*.py",
@@ -64,9 +65,10 @@ def places_of(name: str, settings: Mapping[str, set[str]]) -> str:
 
 def names_in(source: str) -> set[str]:
     """Return the names of the fields of the dataclasses of a section, see `SOURCES`."""
-    pattern, _, wanted = source.partition(":")
+    place, _, wanted = source.partition(":")
+    folder, _, pattern = place.partition("/")
     found = set()
-    for path in ROOT.glob(pattern):
+    for path in FOLDERS[folder].glob(pattern):
         text = path.read_text(encoding="utf-8")
         if "@dataclass" in text:
             found |= field_names(ast.parse(text), wanted)

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from lion.config import ConfigError, nearest
-from tools.cli import Parser, aligned
+from tools import options
+from tools.cli import aligned
 from tools.commands import as_called
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -81,15 +82,7 @@ def recipe_path(name: str | Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh list", description="List the recipes and the results they aim at.")
-    parser.add_argument(
-        "patterns",
-        nargs="*",
-        metavar="pattern",
-        help="parts of a name or row, in any order, or a pattern such as *lion_s*",
-    )
-    parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
-    args = parser.parse_args(argv)
+    args = options.list_recipes(argv)
     if args.mixers:
         if args.patterns:
             raise ConfigError(f"--mixers: lists all mixers, leave {' '.join(args.patterns)!r} out")

@@ -8,7 +8,6 @@ That is too good for states of delta rules and LightNet, selective scans and all
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.sequence import NETWORK, NODE, NVLINK, SHARE, transfer
 from tools.checks import check_sharing
-from tools.cli import count, table
+from tools.cli import table
 from tools.gpu.targets import TARGETS
 from tools.meta import Pass, activation_bytes, count_pass
 from tools.store import digits
@@ -48,14 +47,6 @@ class Mesh(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.data}x{self.sequence}"
-
-
-def read_mesh(text: str) -> Mesh:
-    """Parse the value of an option as a mesh, such as 8x4."""
-    data, x, sequence = text.partition("x")
-    if not x:
-        raise argparse.ArgumentTypeError(f"expected DATAxSEQUENCE such as 8x4, got {text!r}")
-    return Mesh(count(data), count(sequence))
 
 
 class Memory(NamedTuple):

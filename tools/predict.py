@@ -23,36 +23,22 @@ from data.base import DataSet, walk
 from data.vision.sources import is_picture
 from lion.config import ConfigError
 from lion.files import save_json, save_text
-from lion.ops import FORMS
 from lion.runs import LoadedRun, open_run
 from lion.samples.images import ImageInfo
 from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
-from tools.cli import Parser, choose_form, count, run_command, say, table
+from tools import options
+from tools.cli import choose_form, run_command, say, table
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache
-COMPILED_FROM = 500  # samples; compilation takes as long as a few hundred images of a small model
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh predict", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    parser.add_argument("files", nargs="+", metavar="FILE|FOLDER|SENTENCE")
-    parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help=f"do not use torch.compile, as for masked language models, and below {COMPILED_FROM} samples",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write all predictions to FILE.csv or FILE.json")
-    parser.add_argument(
-        "--top", type=count, default=3, help="number of predictions to show, the most likely first (default: 3)"
-    )
-    args = parser.parse_intermixed_args(argv)
+    args = options.predict(argv)
     if args.out is not None and args.out.suffix not in WRITERS:
         raise ConfigError(f"--out: expected a name that ends in {' or '.join(WRITERS)}, got {str(args.out)!r}")
     loaded = open_run(args.run)
@@ -69,7 +55,7 @@ def main(argv: list[str]) -> int:
     if source.asks == ("file",):
         words = expanded(words, pictures=isinstance(loaded.task.info, ImageInfo))
     asked = grouped(words, source.asks)
-    if len(asked) >= COMPILED_FROM and not args.eager and loaded.recipe.trainer.compile:
+    if len(asked) >= options.COMPILED_FROM and not args.eager and loaded.recipe.trainer.compile:
         compile_blocks(loaded.model, dynamic=None)  # texts differ in length
     size = next(n for n in SIZES if n >= min(len(asked), SIZES[-1]))
     files, answers = [], []

@@ -22,47 +22,22 @@ from torch import Tensor
 
 from lion.config import ConfigError, nearest
 from lion.files import write_atomic
-from lion.ops import FORMS
 from lion.progress import progress
 from lion.runs import LoadedRun, find_run
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
-from tools.cli import Parser, check_folder, choose_form, count, number, run_command, say
+from tools import options
+from tools.cli import check_folder, choose_form, run_command, say
 from tools.compose import check_finite
 from tools.image_sources import open_diffusion
 
-FEW = 10  # number of classes in the grid without --classes
 SIDE = 64  # smallest side of an image in the grid, in pixels
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh sample", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    parser.add_argument("--classes", help=f"numbers or names, such as 0,1,cat (default: the first {FEW})")
-    parser.add_argument("--count", type=count, default=8, help="images of each class (default: 8)")
-    parser.add_argument("--steps", type=count, default=50, help="number of steps of DDIM (default: 50)")
-    parser.add_argument(
-        "--guidance",
-        type=number(0, 100),
-        default=1.5,
-        help="0: unconditional, 1: no guidance, 1.5 (default) and more: clearer images",
-    )
-    parser.add_argument(
-        "--eta", type=number(0, 1), default=0.0, help="share of fresh noise; 0 (default): DDIM, 1: like DDPM"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
-    parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
-    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
-    parser.add_argument("--batch", type=count, default=64, help="most images per batch (default: 64)")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile; pays off for many images")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.png", help="file to write (default: samples.png in the folder of the run)"
-    )
-    args = parser.parse_args(argv)
+    args = options.sample(argv)
     if args.chunk_size and args.form in (None, "full"):
         raise ConfigError("--chunk-size: add --form chunk or rnn, the forms that have chunks")
     folder = find_run(args.run)
@@ -102,7 +77,7 @@ def chosen(asked: str | None, names: Sequence[str]) -> list[int]:
         ConfigError: A class is unknown.
     """
     if asked is None:
-        return list(range(min(FEW, len(names))))
+        return list(range(min(options.FEW, len(names))))
     labels = []
     for part in [asked] if asked in names else map(str.strip, asked.split(",")):  # a name may contain commas
         if part in names:

@@ -15,30 +15,25 @@ from lion.models import Model
 from lion.recipe import Recipe, dump_recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.plan import Plan, make_plan
+from tools import options
 from tools.bench.floors import published_flops
 from tools.checks import check_sharing, checkpoint_bytes
-from tools.cli import Parser, count, run_command
+from tools.cli import run_command
 from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
 from tools.listing import claim
-from tools.mesh import Mesh, describe_meshes, on_mesh, read_mesh
+from tools.mesh import Mesh, describe_meshes, on_mesh
 from tools.meta import activation_bytes
 from tools.store import digits
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh show", description="Show all settings of a recipe, then its cost on this machine.")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--processes", type=count, help="number of processes, one per GPU (default: visible GPUs)")
-    parser.add_argument(
-        "--mesh",
-        type=read_mesh,
-        metavar="DATAxSEQUENCE",
-        help="estimate memory and time on so many GPUs, such as 8x4: 8 groups, each of which shares rows among 4 GPUs",
-    )
-    args = parser.parse_intermixed_args(argv)
-    for text in parts(args.recipe, args.overrides, args.processes, args.mesh):
+    args = options.show(argv)
+    mesh = None
+    if args.mesh is not None:
+        data, sequence = args.mesh
+        mesh = Mesh(data, sequence)
+    for text in parts(args.recipe, args.overrides, args.processes, mesh):
         print(text, flush=True)
     return 0
 

@@ -25,7 +25,6 @@ from lion.config import ConfigError, flatten, to_dict
 from lion.evaluation.run import evaluate_run
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
-from lion.ops import FORMS
 from lion.recipe import Recipe, differences, dump_recipe, free_keys, load_recipe
 from lion.runs import (
     ENVIRONMENT,
@@ -61,10 +60,10 @@ from lion.trainer.runtime import (
     together,
 )
 from lion.trainer.state import RunState
-from tools import evaluate
+from tools import evaluate, options
 from tools.agreement import check_agreement, check_data_agreement
 from tools.checks import check_checkpoint, check_form, check_settings
-from tools.cli import Parser, count, run_command, say
+from tools.cli import run_command, say
 from tools.commands import as_called
 from tools.compose import (
     build_data,
@@ -86,30 +85,7 @@ SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a 
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh", description="Train a recipe and evaluate it in every form.")
-    parser.add_argument("recipe")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument(
-        "--fresh", action="store_true", help="rename the folder of an earlier run of this name, and start anew"
-    )
-    parser.add_argument(
-        "--no-eval",
-        action="store_true",
-        help="train without the final evaluation; the same command without this option evaluates later",
-    )
-    parser.add_argument(
-        "--form", choices=(*FORMS, "all"), default="all", help="form of the final evaluation (default: all)"
-    )
-    parser.add_argument(
-        "--processes", type=count, help="processes on this machine (default: as many visible GPUs as divide the batch)"
-    )
-    parser.add_argument("--nodes", type=count, default=1, help="machines, each of which gets the same command")
-    parser.add_argument("--head", metavar="HOST:PORT", help="one of these machines, and a free port of it")
-    parser.add_argument("--restarts", type=count, default=0, help="restarts after a process or a machine has died")
-    parser.add_argument(
-        "--eager", action="store_true", help="train without torch.compile; same as trainer.compile=false"
-    )
-    args = parser.parse_intermixed_args(argv)
+    args = options.train(argv)
     if args.eager:
         args.overrides.append("trainer.compile=false")
     launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0

@@ -17,6 +17,7 @@ from tools import probe
 from tools.bench import collect, inference
 from tools.bench.blockwise import mix_blockwise
 from tools.image_sources import drawn
+from tools.options import INFERENCE_FORMS
 from tools.probe import Variant
 
 SOFTMAX, FULL = Variant("softmax"), Variant("full")
@@ -107,7 +108,7 @@ def test_what_blockwise_cannot_measure(tmp_path):
 
 def test_only_the_forms_of_the_mixer_are_measured(tmp_path):
     recipe = tiny_recipe(tmp_path, model={"mixer": "vim", "mlp": "none", "cls_place": "middle"})
-    found = inference.variants(inference.open_model(str(recipe)), list(inference.FORMS), [4])
+    found = inference.variants(inference.open_model(str(recipe)), list(INFERENCE_FORMS), [4])
     assert found == [SOFTMAX, Variant("chunk", 4), Variant("rnn", 4)]
     rows, notes = measured(recipe, *found)
     assert not notes

@@ -21,10 +21,11 @@ from tools import claims, jobs, paper
 from tools import statistics as ours
 from tools.compose import metric_of, resolve
 from tools.finished import load
+from tools.options import SCALES
 from tools.paper import drawings, figures, measured, page, parts, results, tables
 from tools.paper.finetune import missing
 from tools.paper.results import add_row, lengths_of, open_store, results_of, rows_of
-from tools.paper.tables import SCALES, Table, cells, read_tables
+from tools.paper.tables import Table, cells, read_tables
 
 TABLES = read_tables()
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from tests.helpers import here, refuse, tiny_recipe
-from tools.distance import FIGURES
 from tools.finished import load
+from tools.options import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.paper import claims_about
 from tools.report.runs import group

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError
 from lion.evaluation.timing import seconds
 from lion.trainer.compilation import time_products
 from lion.trainer.diagnostics import process_peak
-from tools.bench import OUT
+from tools import options
 from tools.bench import gpu as estimates
-from tools.bench.gpu import CASE, DEFAULT, FORMS, case, order
-from tools.bench.operators import OPERATORS, softmax
-from tools.cli import Parser, count, say, table
+from tools.bench.gpu import CASE, DEFAULT, case, order
+from tools.bench.operators import OPERATORS, check_operators, softmax
+from tools.cli import say, table
 from tools.gpu.targets import TARGETS
 from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds
 from tools.processes import Send, in_a_process
@@ -85,7 +85,8 @@ class Report(Store):
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = options.bench_clock(argv)
+    check_operators(args.names)
     if not torch.cuda.is_available():
         raise ConfigError("bench clock: no GPU found; ./run.sh bench gpu estimates without one")
     check_compiler(eager=False)
@@ -125,28 +126,6 @@ def main(argv: list[str]) -> int:
         rows = sorted((report.rows[key] for key in report.new), key=order)
         print(f"{title(rows[0])}\n{table(HEADER, [cells(row, counted) for row in rows])}\n{report.files()}")
     return 1 if failed or not report.new else 0
-
-
-def parse(argv: list[str]) -> Any:
-    parser = Parser(prog="run.sh bench clock", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="MIXER")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024])
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--batch", type=count, help=f"samples (default: about {TOKENS:,} tokens)")
-    parser.add_argument("--heads", type=count, default=6)
-    parser.add_argument("--dim", type=count, default=64, help="head dimension")
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument(
-        "--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest"
-    )
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
-    for name in args.names:
-        if name not in OPERATORS:
-            raise ConfigError(f"unknown mixer {name!r}, {nearest(name, list(OPERATORS))}")
-    return args
 
 
 def measure(job: Job, send: Send) -> None:

@@ -37,10 +37,9 @@ from lion.models.gpt import GPT
 from lion.runs import find_run, read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
-from tools.bench import OUT
+from tools import options
 from tools.bench.collect import collect
 from tools.bench.report import by_length
-from tools.cli import Parser, count, counts
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
@@ -48,7 +47,6 @@ from tools.probe import check_compiler, device_name, pick_device, repeat, stamp,
 from tools.processes import Send
 from tools.store import Row, Store, digits, pipes
 
-LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 CALLS = 8  # calls of a step per measured time
 FREE_SLOTS = 2  # free places in a cache: one for the timed token, and one as in `Continuation.generate`
 SETTING = ("device", "threads", "shape", "vocabulary", "compiled")
@@ -72,18 +70,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh bench generate", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run or a recipe")
-    parser.add_argument("--lengths", type=counts, default=LENGTHS, help="tokens of the text so far, e.g. 256,1024")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=[*MODES])
-    parser.add_argument("--batch", type=count, nargs="+", default=[1], help="numbers of sequences generated at once")
-    parser.add_argument("--rounds", type=count, default=31)
-    parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a batch size")
-    parser.add_argument("--threads", type=count)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_intermixed_args(argv)
+    args = options.bench_generate(argv)
     check_compiler(args.eager)
     models(args.runs)  # refuses bad runs before anything is measured
     report = Store(args.out / "generate.json", rows=(*SETTING, "batch", "mixer", "mode", "length")).load(args.fresh)

@@ -39,11 +39,11 @@ import torch
 
 from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
-from tools.bench import OUT
+from tools import options
 from tools.bench.beside import softmax_beside
 from tools.bench.operators import OPERATORS
 from tools.bench.report import rank
-from tools.cli import Parser, count, say, table
+from tools.cli import say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
 from tools.gpu.targets import TARGETS, check_toolchain
@@ -51,7 +51,6 @@ from tools.probe import stamp
 from tools.store import Row, Store, digits, pipes
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
-FORMS = ("full", "chunk")
 
 COMPILED_FOR = ("a100", "h100")
 TOKENS = 50_000  # of a training step, approximately
@@ -93,7 +92,7 @@ class Report(Store):
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = options.bench_gpu(argv)
     check_toolchain()
     from tools.gpu.graphs import UNTRACEABLE
 
@@ -128,23 +127,6 @@ def main(argv: list[str]) -> int:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="run.sh bench gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=list(FORMS), help="forms of operators")
-    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
-    parser.add_argument("--target", choices=tuple(TARGETS), default="h100")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")
-    parser.add_argument("--batch", type=count, help=f"samples (default: operators 4, steps about {TOKENS:,} tokens)")
-    parser.add_argument("--heads", type=count, default=6, help="heads of operators")
-    parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
-    parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")
-    parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the recipes' own models")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier estimates")
-    return parser.parse_args(argv)
 
 
 def jobs_of(name: str, args: argparse.Namespace) -> list[tuple[str, Callable[[], Row]]]:

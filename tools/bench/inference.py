@@ -42,13 +42,12 @@ from lion.tasks.base import Task
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.diagnostics import tensor_peak
 from lion.trainer.runtime import seed_everything
-from tools.bench import OUT
+from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
 from tools.bench.collect import collect
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
-from tools.cli import Parser, count, counts
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
 from tools.probe import (
     Variant,
@@ -66,7 +65,6 @@ from tools.processes import Send, first_line
 from tools.store import Row, Store, digits, pipes
 
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
-FORMS = ("full", BLOCKWISE, "chunk", "rnn")
 QUADRATIC = "quadratic"
 LATER = ("against", "weights")  # fields that rows of earlier versions lack
 SETTING = ("device", "threads", "run", "batch", "compiled", *LATER)
@@ -94,23 +92,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh bench inference", description=__doc__.splitlines()[0])
-    parser.add_argument("run", metavar="RUN|RECIPE")
-    parser.add_argument("--sizes", type=counts, help="input sizes in px or tokens, e.g. 224,384 (default: the run's)")
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
-    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
-    parser.add_argument("--batch", type=count, default=1)
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=300, help="time limit for the rounds of a size")
-    parser.add_argument("--threads", type=count)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument(
-        "--evaluate", type=count, metavar="N", dest="samples", help="metric on N random held-out samples"
-    )
-    parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the run's own model")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
+    args = options.bench_inference(argv)
     check_compiler(args.eager)
     loaded = open_model(args.run)
     if args.against and loaded.recipe.model.mixer == SOFTMAX:
@@ -164,7 +146,7 @@ def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> lis
     if loaded.recipe.model.mixer == SOFTMAX:
         return [Variant(SOFTMAX)]
     found, offered = [Variant(SOFTMAX)], forms_of(loaded.model)
-    for form in FORMS:
+    for form in options.INFERENCE_FORMS:
         if form in forms and {BLOCKWISE: "full"}.get(form, form) in offered:
             found += [Variant(form)] if form == "full" else [Variant(form, size) for size in chunk_sizes]
     plain = MIXERS[loaded.recipe.model.mixer].layer is LionAttention  # no features that Lion-D lacks

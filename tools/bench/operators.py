@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.config import ConfigError, nearest
 from lion.layers.layout import PLAIN, ROW_MAJOR, Layout, grid_layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.layers.mixers.lightnet import LIGHTNET, KeySoftmax
@@ -152,6 +154,17 @@ class Operator:
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether a decay has one lambda for each key dimension."""
         return self.of_keys or any(t.dim() in (2, 4) for name, t in tensors.items() if name.startswith("log_decay"))
+
+
+def check_operators(names: Sequence[str]) -> None:
+    """Check that every name is one of `OPERATORS`.
+
+    Raises:
+        ConfigError: An unknown name.
+    """
+    for name in names:
+        if name not in OPERATORS:
+            raise ConfigError(f"unknown mixer {name!r}, {nearest(name, OPERATORS)}")
 
 
 def softmax(tensors: dict[str, Tensor]) -> Tensor:

@@ -19,12 +19,10 @@ A long measurement can be split into several commands, and Ctrl-C keeps the rows
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,11 +30,12 @@ from torch import Tensor
 
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
-from tools.bench import OUT, lengths
+from tools import options
+from tools.bench import lengths
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
-from tools.bench.operators import OPERATORS, Operator, softmax
-from tools.bench.report import FORMS, Report
-from tools.cli import Parser, count, say
+from tools.bench.operators import OPERATORS, Operator, check_operators, softmax
+from tools.bench.report import Report
+from tools.cli import say
 from tools.probe import (
     Variant,
     check_compiler,
@@ -52,7 +51,6 @@ from tools.probe import (
 from tools.processes import Send, first_line, in_a_process
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay; a number per head; a number per token; a vector per token
-DTYPES = ("float32", "bfloat16", "float16")
 CHECKED = 130  # tokens in the check against the definition: a few chunks, the last one partial
 TOLERANCE = 2e-5  # largest error over the largest value, float32
 
@@ -94,7 +92,9 @@ SDPA = Variant("sdpa")
 
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
+    args = options.bench_ops(argv)
+    asked = args.mixer or DEFAULT
+    check_operators([name for name in asked if name != "all"])
     if set(args.form) == {"rnn"} and "forward" not in args.passes:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
     )
     report.add({**job.about(), **job.rates}, "rates")
     say(report.rates_line(job.about()))
-    mixers = tuple(m for m in OPERATORS if m in args.mixer or "all" in args.mixer)
+    mixers = tuple(OPERATORS) if "all" in asked else tuple(name for name in OPERATORS if name in asked)
     failed = False
 
     def receive(message: dict[str, Any]) -> None:
@@ -153,33 +153,6 @@ def main(argv: list[str]) -> int:
     if not report.new:
         say("no measurements were made")
     return 1 if failed or not report.new else 0
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog="run.sh bench ops", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--mixer",
-        nargs="+",
-        choices=(*OPERATORS, "all"),
-        default=list(DEFAULT),
-        metavar="NAME",
-        help=f"{', '.join(OPERATORS)} or all (default: {' '.join(DEFAULT)})",
-    )
-    parser.add_argument("--form", nargs="+", choices=FORMS, default=["full", "chunk", "rnn"])
-    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024, 4096])
-    parser.add_argument("--pass", dest="passes", nargs="+", choices=("forward", "both"), default=["forward", "both"])
-    parser.add_argument("--chunk-size", type=count, nargs="+", default=[64], help="tokens per chunk")
-    parser.add_argument("--heads", type=count, default=6)
-    parser.add_argument("--dim", type=count, default=64, help="head dimension")
-    parser.add_argument("--tokens", type=count, default=16 * 197, help="tokens per batch, at least one sequence")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="half precision as under autocast")
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=600, help="time limit for the rounds of a length and pass")
-    parser.add_argument("--threads", type=count)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    return parser.parse_args(argv)
 
 
 def measure(job: Job, send: Send) -> None:

@@ -30,8 +30,8 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
 from lion.trainer.diagnostics import tensor_peak
-from tools.bench import OUT
-from tools.cli import Parser, count, say, table
+from tools import options
+from tools.cli import say, table
 from tools.gpu.targets import TARGETS
 from tools.meta import Received
 from tools.probe import stamp
@@ -44,7 +44,6 @@ HOP = 10e-6  # seconds of latency of one step of a collective, an assumption
 SHARE = 0.4  # share of the tensor cores' rate that products reach, an assumption
 CHUNK = 64  # tokens per chunk
 SCALAR = ("lion_lit", "lion_d", "lion_s")  # mixers with at most one decay per head, and with row sums
-LENGTHS = [65_536, 131_072, 262_144, 524_288, 1_048_576]
 SETTING = ("mixer", "heads", "dim")
 KEY = (*SETTING, "length", "processes")
 ASSUMED = """\
@@ -132,16 +131,7 @@ def _train(rank: int, processes: int, folder: str, length: int, mixer: str, laye
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh bench sequence", description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=count, nargs="+", default=LENGTHS, help="tokens of a row")
-    parser.add_argument("--processes", type=count, nargs="+", default=[1, 2, 4], help="processes that share a row")
-    parser.add_argument("--mixer", default="lion_s", help="a linear mixer (default: lion_s)")
-    parser.add_argument("--heads", type=count, default=1, help="heads of the measured layer")
-    parser.add_argument("--dim", type=count, default=64, help="dimension of a head")
-    parser.add_argument("--no-measure", action="store_true", help="print the arithmetic alone")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_args(argv)
+    args = options.bench_sequence(argv)
     if args.mixer not in LINEAR:
         raise ConfigError(f"--mixer: expected one of {', '.join(LINEAR)}, got {args.mixer!r}")
     arithmetic = estimated(args.dim)

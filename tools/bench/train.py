@@ -43,10 +43,10 @@ from lion.trainer.diagnostics import process_peak
 from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
-from lion.trainer.runtime import MATMUL, Runtime
-from tools.bench import OUT
+from lion.trainer.runtime import Runtime
+from tools import options
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
-from tools.cli import Parser, count, say, table
+from tools.cli import say, table
 from tools.compose import describe_data, make_task, resolve
 from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
 from tools.processes import Send, in_a_process
@@ -78,22 +78,7 @@ class Job:
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh bench train", description=__doc__.splitlines()[0])
-    parser.add_argument("recipes", nargs="+")
-    parser.add_argument("--size", type=count, nargs="+", help="in px or tokens (default: the first recipe's)")
-    parser.add_argument("--batch", type=count, help="samples per step (default: about 1,600 tokens, on a GPU 50,000)")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), help="default: the recipe's on a GPU, fp32 on a CPU")
-    parser.add_argument("--matmul", choices=MATMUL, default="highest", help="float32 products, see trainer.matmul")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--seconds", type=count, default=900, help="time limit for the rounds of a size")
-    parser.add_argument("--threads", type=count)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--plain", action="store_true", help="also time the same GPT in plain eager PyTorch")
-    parser.add_argument("--against", metavar="RECIPE", help="a recipe of another shape, timed in the same rounds")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier measurements")
-    args = parser.parse_intermixed_args(argv)
+    args = options.bench_train(argv)
     check_compiler(args.eager)
     report = Store(args.out / "train.json", later=LATER, rows=(*SETTING, "mixer")).load(args.fresh)
     if args.threads:

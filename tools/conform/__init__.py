@@ -7,28 +7,17 @@ Exit code 1 means that a check fails, 2 that the layer could not be constructed 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lion.config import ConfigError
 from lion.files import save_json
-from tools.cli import Parser, check_folder, count
+from tools import options
+from tools.cli import check_folder
 from tools.conform.report import as_json, as_text
 from tools.conform.suite import CHECKS, COMPILE, FAILS, examine
 from tools.conform.target import open_subject
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh conform", description=__doc__.splitlines()[0])
-    parser.add_argument("layer", help="MODULE:CLASS or FILE.py:CLASS; a function that returns a layer will do")
-    parser.add_argument("--causal", action="store_true", help="also check that no output depends on later tokens")
-    parser.add_argument("--init", default="", metavar="NAME=VALUE,..", help="arguments of the constructor")
-    parser.add_argument("--dim", type=count, help="width D of the tokens, where it cannot be inferred")
-    parser.add_argument(
-        "--adapter", type=Path, metavar="FILE.py", help="file with `adapt(layer)`: how to call the layer"
-    )
-    parser.add_argument("--eager", action="store_true", help="leave out the check that compiles, the longest one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measured values and limits to this file")
-    args = parser.parse_args(argv)
+    args = options.conform(argv)
     if args.json:
         check_folder("--json", args.json.parent)
         if args.json.is_dir():

@@ -30,7 +30,7 @@ from lion.recipe import Recipe, dump_recipe
 from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
 from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
 from lion.trainer.runtime import environment
-from tools.cli import Parser
+from tools import options
 from tools.compose import make_task, metric_of, resolve
 from tools.convert.base import Converter, Setting
 from tools.convert.bert import BertConverter
@@ -51,13 +51,7 @@ CONVERTERS: dict[str, type[Converter]] = {
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh convert", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
-    args = parser.parse_intermixed_args(argv)
+    args = options.convert(argv)
     if os.path.lexists(args.out):
         raise ConfigError(f"{args.out}: exists already, choose a new folder")
     place = [f"run.root={json.dumps(str(args.out.parent))}", f"run.name={json.dumps(args.out.name)}"]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from lion.config import ConfigError
 from lion.runs import open_run
-from tools.cli import Parser, count
+from tools import options
 from tools.show import gigabytes
 
 
@@ -45,22 +45,11 @@ FORMATS = {
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh export", description=__doc__.splitlines()[0])
-    parser.add_argument("run")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="data.path=PATH", help="where the data are now")
-    parser.add_argument("--format", choices=FORMATS, default="hub", help="default: hub")
-    parser.add_argument(
-        "--length", type=count, metavar="N", help="tokens that the longest input of the program has at least"
-    )
-    parser.add_argument("--step", action="store_true", help="a step of a causal language model, from state to state")
-    parser.add_argument("--checkpoint", choices=("best", "last"), default="best")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
-    args = parser.parse_intermixed_args(argv)
+    args = options.export(argv)
     form = FORMATS[args.format]
-    options = {"length": args.length, "step": args.step}
-    for name in options if not form.program else ():
-        if options[name]:
+    given = {"length": args.length, "step": args.step}
+    for name in given if not form.program else ():
+        if given[name]:
             raise ConfigError(f"--{name}: not for --format {args.format}")
     if not args.out.name.endswith(form.suffix):
         raise ConfigError(f"{args.out}: expected a name that ends with {form.suffix}")
@@ -70,7 +59,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{args.out}: exists already, choose a new {'file' if form.suffix else 'folder'}")
     module = importlib.import_module(form.module)
     run = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
-    described = module.export(run, args.out, args.overrides, **(options if form.program else {}))
+    described = module.export(run, args.out, args.overrides, **(given if form.program else {}))
     print(f"{args.out}: {described}; {gigabytes(size_of(args.out))}")
     return 0
 

@@ -9,7 +9,6 @@ stopped runs are resumed. The table of results is written next to them, as resul
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +23,9 @@ from lion.config import ConfigError
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig
 from lion.trainer.runtime import start_runtime
+from tools import options
 from tools.checks import check_settings
-from tools.cli import Parser, count, file_name, say
+from tools.cli import say
 from tools.cli import table as columns
 from tools.compose import build_data
 from tools.cost import EagerStep
@@ -39,29 +39,7 @@ MEASURED = 8  # samples of a step that a dry run times
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh glue", description=__doc__.splitlines()[0])
-    parser.add_argument("run", help="a run of masked language modelling")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides for all tasks; data.path is the folder of GLUE"
-    )
-    parser.add_argument("--recipe", required=True, help="a row of Table 8 (tools/glue/tables): bert24, m2_base, ..")
-    parser.add_argument("--tasks", type=names, default=[*TASKS], help=f"some of {','.join(TASKS)}")
-    parser.add_argument("--seeds", type=count, help="number of seeds of each task (default: as published, 1 to 5)")
-    parser.add_argument(
-        "--no-mnli", action="store_true", help="start rte, mrpc and stsb from RUN, not from the run of mnli"
-    )
-    parser.add_argument(
-        "--cited",
-        action="store_true",
-        help="use the values of the files that Table 8 cites, where they differ from Table 8",
-    )
-    parser.add_argument(
-        "--jobs", type=count, help="runs at a time (default: one per visible GPU; without GPUs, one per two cores)"
-    )
-    parser.add_argument("--name", type=file_name, help="name of the folder of these runs (default: the recipe)")
-    parser.add_argument("--tokenizer", help="tokenizer of RUN, needed if the data of RUN are gone")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
-    args = parser.parse_intermixed_args(argv)
+    args = options.glue(argv)
     if args.seeds and args.seeds > len(SEEDS):
         raise ConfigError(f"--seeds: {args.seeds}, only {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
     table = read_table(args.recipe, args.cited)
@@ -80,13 +58,6 @@ def main(argv: list[str]) -> int:
     if code != 130:
         print(summarise(pretrained.folder / "glue" / name, pretrained.recipe, name, table))
     return code
-
-
-def names(text: str) -> list[str]:
-    """Parse the value of an option as names separated by commas."""
-    if not all(found := [name.strip() for name in text.split(",")]):
-        raise argparse.ArgumentTypeError(f"expected tasks separated by commas, got {text!r}")
-    return list(dict.fromkeys(found))
 
 
 def score_text(job: Job) -> str:

@@ -18,7 +18,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -26,8 +25,9 @@ from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
+from tools import options
 from tools.checks import checkpoint_bytes
-from tools.cli import Parser, count, say
+from tools.cli import say
 from tools.cli import table as columns
 from tools.compose import build_data, describe_data, make_task, resolve
 from tools.cost import duration_text, time_step
@@ -37,7 +37,7 @@ from tools.paper.finetune import fine_tune
 from tools.paper.measured import on_gpu
 from tools.paper.page import markdown
 from tools.paper.results import collect, open_store, rows_of
-from tools.paper.tables import RUNS, SCALES, Cell, Table, cells, choose, read_tables
+from tools.paper.tables import RUNS, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
 
@@ -50,27 +50,7 @@ class PaperJob(Job):
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh paper", description=__doc__.splitlines()[0])
-    parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help="some tables (default: all)")
-    parser.add_argument("--scale", choices=SCALES, default="mini", help="small runs, or the recipes of the papers")
-    parser.add_argument(
-        "--jobs",
-        type=count,
-        help="runs at a time (default: one per visible GPU, which has room for ten small ones; else one per two cores)",
-    )
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("NAME", "key=value"),
-        help="other data in place of the data set NAME of the recipes",
-    )
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of paper.md and paper.json")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
-    parser.add_argument("--save", action="store_true", help="with --dry-run: write the estimated hours on the page")
-    parser.add_argument("--no-runs", action="store_true", help="only write the page from the stored results")
-    args = parser.parse_args(argv)
+    args = options.paper(argv)
     if args.save and not args.dry_run:
         raise ConfigError("--save: writes the estimates of --dry-run, which is missing")
     tables, store = read_tables(), open_store(args.out / "paper.json")
@@ -88,8 +68,8 @@ def main(argv: list[str]) -> int:
         most = args.jobs or at_once()
         code = run(jobs, tables, store, most)
         if code != 130:
-            options = "--jobs", str(most), *data.get("glue", ())
-            code = fine_tune(chosen, args.scale, store, options) or code
+            passed = "--jobs", str(most), *data.get("glue", ())
+            code = fine_tune(chosen, args.scale, store, passed) or code
     write(tables, store)
     print(store.files())
     return code

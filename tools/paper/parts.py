@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
+from tools.options import SCALES
 from tools.paper.results import Results, results_of
-from tools.paper.tables import SCALES, Cell, Table, cells
+from tools.paper.tables import Cell, Table, cells
 from tools.statistics import Values
 from tools.store import Store
 

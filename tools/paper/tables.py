@@ -24,7 +24,6 @@ from tools.glue.plan import table_names
 from tools.statistics import NOISES
 
 TABLES = Path(__file__).parent / "tables"
-SCALES = ("mini", "published")
 RUNS = Path("runs") / "paper"
 RUN_OF = "run of "  # value of a setting: the run of another row
 

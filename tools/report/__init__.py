@@ -19,8 +19,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lion.config import ConfigError
+from tools import options
 from tools.claims import VERDICTS, table_of
-from tools.cli import Parser, file_name, table
+from tools.cli import table
 from tools.finished import load
 from tools.report.runs import group
 from tools.report.section import Section, as_rows, as_section, curves, judged, markdown
@@ -30,16 +31,7 @@ USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="run.sh report", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", metavar="RUN")
-    parser.add_argument(
-        "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="another table"
-    )
-    parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
-    parser.add_argument("--name", type=file_name, help="of the report's files (default: by the task, or the first run)")
-    parser.add_argument("--notes", type=Path, help="Markdown file to append to the report")
-    parser.add_argument("--fresh", action="store_true", help="replace an existing report of other runs")
-    args = parser.parse_intermixed_args(argv)
+    args = options.report(argv)
     notes = read_notes(args.notes)
     sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
     if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):

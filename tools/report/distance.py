@@ -9,8 +9,9 @@ from typing import Any
 from lion.config import ConfigError
 from lion.tasks.metrics import Mean, Metric
 from lion.trainer.checkpoint_files import steps_of
-from tools.distance import FIGURES, SHARES
+from tools.distance import SHARES
 from tools.finished import Run
+from tools.options import FIGURES
 from tools.report.tables import Groups, Table, Values
 from tools.store import spread
 

@@ -11,7 +11,8 @@ from lion.config import flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from tools.compose import metric_of, resolve
 from tools.listing import NO_ROW, recipe_files
-from tools.paper.tables import SCALES, cells, read_tables
+from tools.options import SCALES
+from tools.paper.tables import cells, read_tables
 
 NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result
 

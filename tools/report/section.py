@@ -11,8 +11,8 @@ from typing import Any
 
 from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.colours import colour_of
-from tools.distance import FIGURES
 from tools.finished import Run
+from tools.options import FIGURES
 from tools.report.distance import distance_table, frechet
 from tools.report.paper import claims_about
 from tools.report.runs import settings_of
