@@ -30,6 +30,10 @@ from lion.trainer.plan import Plan
 from lion.trainer.state import time_text
 from tools.listing import RECIPES, recipe_path
 
+FEWEST, FEWEST_FROM_TRAINED = 500, 50  # updates with which a run can be expected to learn
+LATEST = 0.25  # share of a run in which the learning rate may rise
+LOWEST = 2e-5  # peak of the learning rate
+
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Load a recipe and check it, including its `data` section, against its data set.
@@ -271,6 +275,23 @@ def describe_length(plan: Plan) -> str:
 def describe_warmup(plan: Plan) -> str:
     more = ", but the run ends earlier: the peak is not reached" if plan.warmup >= plan.length else ""
     return f"{f'{plan.warmup:,} steps' if plan.seconds is None else time_text(plan.warmup)} of warm-up{more}"
+
+
+def doubts(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return reasons, with remedies, why a run will hardly learn: few updates, a late peak of the rate, a low peak."""
+    found = []
+    new = recipe.init_from is None
+    fewest = FEWEST if new else FEWEST_FROM_TRAINED
+    if plan.total is not None and plan.total < fewest:
+        size = recipe.trainer.batch_size
+        found.append(f"only {plan.total:,} updates: set more trainer.epochs, or trainer.batch_size below {size:,}")
+    if plan.length > plan.warmup > LATEST * plan.length:
+        share = f"{plan.warmup / plan.length:.0%}"
+        found.append(f"the learning rate reaches its peak after {share} of the run: set schedule.warmup=5%")
+    peak = recipe.optim.peak(recipe.trainer.batch_size)
+    if new and peak < LOWEST:
+        found.append(f"a peak of the learning rate of {peak:.1g} is too low to start from nothing: raise optim.lr")
+    return found
 
 
 def loader_workers(recipe: Recipe) -> int:

@@ -19,7 +19,7 @@ from tools import options
 from tools.bench.floors import published_flops
 from tools.checks import check_sharing, checkpoint_bytes
 from tools.cli import run_command
-from tools.compose import describe_data, describe_warmup, make_task, open_data, process_count, resolve
+from tools.compose import describe_data, describe_warmup, doubts, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
 from tools.listing import claim
 from tools.mesh import Mesh, describe_meshes, on_mesh
@@ -78,6 +78,8 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
         ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
         ("attention", flops),
     )
+    if doubted := doubts(recipe, plan):
+        yield table(*(("warning", text) for text in doubted))
     if mesh is None:
         activations = activation_bytes(task, recipe, plan.micro, sharing)
         yield table(("memory", describe_memory(state, activations, plan)))

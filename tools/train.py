@@ -69,6 +69,7 @@ from tools.compose import (
     build_data,
     describe_length,
     describe_warmup,
+    doubts,
     hint_of_tokenizer,
     loader_workers,
     metric_of,
@@ -286,6 +287,8 @@ def train(
             print(chosen)
         if classes := getattr(splits.info, "classes", ()):
             print(describe_classes(classes))
+        for doubt in doubts(recipe, plan):
+            say(f"warning: {doubt}")
         if hint := slow_precision(recipe.trainer.precision, runtime.device):
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))

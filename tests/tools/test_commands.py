@@ -29,14 +29,14 @@ from lion.inference.text import MODES
 from lion.ops import FORMS
 from lion.trainer.checkpoint_files import load_state
 from lion.trainer.optim import OptimConfig
-from lion.trainer.plan import TrainerConfig
+from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import MATMUL
 from tests.helpers import ROOT, here, pictures, refuse, state_of, tiny_recipe
 from tests.processes import CONTEXT
 from tools import checks, external, options, predict, train
 from tools.cli import one_line, run_command
 from tools.commands import COMMANDS, parse_command
-from tools.compose import build_data, describe_data, loader_workers, make_task, resolve
+from tools.compose import build_data, describe_data, doubts, loader_workers, make_task, resolve
 from tools.cost import describe_busy
 from tools.export import FORMATS
 from tools.glue import TASKS
@@ -787,3 +787,29 @@ def test_a_busy_machine_is_named():
     assert describe_busy(0.1 * cores, 1.05) == ""
     assert f"(load {2.0 * cores:.1f}, {cores} cores)" in describe_busy(2.0 * cores, 1.0)
     assert "two measurements differ by 40%" in describe_busy(0.1 * cores, 1.4)
+
+
+def test_a_run_that_will_hardly_learn_is_named(tmp_path):
+    """Check few updates, a late peak and a low one, alone; and that recipes of the papers have no such fault."""
+    path = tiny_recipe(tmp_path)
+
+    def said(*settings):
+        recipe = resolve(path, ["trainer.steps=600", *settings])
+        return doubts(recipe, make_plan(recipe, samples=1000, world=1))
+
+    assert said() == []
+    for settings, message in (
+        (["trainer.steps=100"], "only 100 updates: set more trainer.epochs, or trainer.batch_size below 64"),
+        (["schedule.warmup=300"], "the learning rate reaches its peak after 50% of the run: set schedule.warmup=5%"),
+        (["optim.lr=1e-4", "optim.lr_batch=512"], "a peak of the learning rate of 1e-05 is too low to start from"),
+    ):
+        (line,) = said(*settings)
+        assert line.startswith(message)
+    trained = ["init_from=somewhere", "trainer.steps=60", "optim.lr=1e-5"]
+    assert said(*trained) == []
+    for name in ("deit_small_lion_s", "cifar10_mini", "quickstart", "lra_text_lion_s"):
+        recipe = resolve(name)
+        _, samples, _ = describe_data(recipe, look=False)
+        assert doubts(recipe, make_plan(recipe, samples=samples, world=1)) == []
+    pieces = first_parts(9, path)
+    assert any("warning           only 6 updates" in piece for piece in pieces)
