@@ -19,7 +19,7 @@ from tools.bench.report import Report
 from tools.bench.train import published
 from tools.commands import COMMANDS, parse_command
 from tools.listing import recipe_names
-from tools.mixers import mixer_rows
+from tools.mixers import CHOICES, mixer_rows
 
 FOLDERS = ("lion", "data", "tools", "recipes")
 DOCS = [
@@ -123,6 +123,8 @@ def test_tables_are_whole():
     mixers = (ROOT / "lion/layers/README.md").read_text()
     for mixer, *rest in mixer_rows():
         assert f"| `{mixer}` | {' | '.join(rest)} |" in mixers, f"the row of {mixer} is missing or out of date"
+    for choice in CHOICES:
+        assert f"| {' | '.join(choice)} |" in mixers.replace("`", ""), f"{choice[0]}: another row in the README"
     sets = (ROOT / "data/README.md").read_text()
     for dataset in DATASETS:
         assert f"`{dataset}`" in sets

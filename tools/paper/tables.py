@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -227,24 +227,26 @@ def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table
     return {name: table for name, table in tables.items() if name in chosen}
 
 
-def tables_called(name: str, tables: Iterable[str]) -> list[str]:
-    """Return the tables that a person calls `name`: `lion-2`, or as in the papers "LION, Table 2" or "Table 2".
+def tables_called(name: str, tables: Mapping[str, Table]) -> list[str]:
+    """Return the tables that a person calls `name`: `lion-2`, or as the papers do, "LION, Table 2" or "Table 2".
 
-    A number alone is that of LION's table, if there is one. A table of a paper can have several parts (`lion-5-text`).
+    Without a paper, a number is that of LION. Several tables can hold one table of a paper, as those of the Long Range
+    Arena do.
     """
-    words = re.findall("[a-z0-9]+", name.lower())
-    asked = "".join(words).replace("table", "")
-    for paper in ("", "lion", "lightnet"):
-        parts = []
-        for table in tables:
-            known = table.replace("-", "")
-            if known == paper + asked:
-                return [table]
-            if re.match(rf"{paper}{asked}(?!\d)", known) and asked[-1:].isdigit():
-                parts.append(table)
-        if parts:
-            return parts
-    return []
+    if name in tables:
+        return [name]
+    words = re.findall(r"[a-z]+|\d+", name.lower())
+    numbers = [word for word in words if word.isdigit()]
+    paper = "lightnet" if "lightnet" in words else "lion"
+    kind = "figure" if "figure" in words else "table"
+    if len(numbers) != 1 or set(words) - {paper, kind, "tables", *numbers}:
+        return []
+    found = []
+    for known, table in tables.items():
+        place = table.title.lower().partition(":")[0]
+        if place.startswith(f"{paper}, {kind}") and numbers[0] in re.findall(r"\d+", place):
+            found.append(known)
+    return found
 
 
 def cells(name: str, table: Table, scale: str) -> list[Cell]:
