@@ -9,6 +9,7 @@ from torch import Tensor
 from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
 from lion.ops.forms import prepare, sums_of
 from lion.ops.full import product, product_row_sum
+from lion.ops.fused import fits, fused_attention
 from lion.ops.scale import normalized, row_factor
 from lion.ops.segments import SegmentIndex
 from lion.ops.settings import DEFAULTS, Settings, with_fields
@@ -59,6 +60,8 @@ def linear_attention(
     check_gates(q, gates, settings)
     with no_autocast(q):
         scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
+        if of_rows is None and fits(scores.tokens, settings, scores.form):
+            return fused_attention(scores.tokens, settings).to(v.dtype)
         row_sum = None
         if of_rows is not None:
             row_sum = sums_of(of_rows).row_sum

@@ -15,6 +15,7 @@ from lion.ops.features import FEATURE_MAPS
 FORMS = ("full", "chunk", "rnn")
 NORMALIZE = ("sum", "max", "pre", "none")
 SCAN_MERGES = ("masks", "outputs")
+KERNELS = ("auto", "graph", "triton")
 REQUIRED = "required"  # default of `feature_map`, which must be passed if rows are divided by their sums
 HINTS = {  # hints for names of SDPA and of other libraries
     "is_causal": 'direction="forward" ignores later tokens',
@@ -84,6 +85,8 @@ class Settings:
         dropout_p: Probability of dropping a score, 0 to 1; only in the full form.
         undecayed_erase: Whether the erase of the delta rule reads the state before the token's decay (RWKV-7, Comba),
             `S_i = (Diag(lambda_i) - e_i r_i^T) S_{i-1} + w_i v_i^T`.
+        kernels: "graph" for the graphs of PyTorch, "triton" for the kernels of `lion.ops.kernels` where a call fits
+            (`lion.ops.fused`), equal up to rounding. "auto" takes the graphs: no GPU has timed the kernels yet.
         scan_merge: Method of merging several scans (`lion.ops.multiscan`), "masks" or "outputs".
 
     Raises:
@@ -101,6 +104,7 @@ class Settings:
     dropout_p: float = 0.0
     scan_merge: str = "masks"
     undecayed_erase: bool = False
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         choice("form", self.form, (*FORMS, "auto"))
@@ -108,6 +112,7 @@ class Settings:
         choice("normalize", self.normalize, NORMALIZE)
         choice("decay_convention", self.decay_convention, DECAY_CONVENTIONS)
         choice("scan_merge", self.scan_merge, SCAN_MERGES)
+        choice("kernels", self.kernels, KERNELS)
         if self.feature_map not in (None, REQUIRED):
             choice("feature_map", self.feature_map, tuple(FEATURE_MAPS))
         check_chunk_size(self.chunk_size)
