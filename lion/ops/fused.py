@@ -117,7 +117,7 @@ class Launch:
             "SUMS": row_sums,
             "VALID": valid is not None,
             "PACKED": segment is not None,
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+            "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
             "D": q.shape[-1],
             "E": v.shape[-1],
             "C": self.size,
@@ -125,13 +125,13 @@ class Launch:
         self.tiles = {"STATES": self.count > 1, "BELOW": self.below, "ABOVE": self.above, "ROWS": self.tile}
         self.grid = (self.count * self.size // self.tile, self.rows)
 
-    def states(self, k: Tensor, v: Tensor, outputs: tuple, sums: tuple, S: Tensor, z: Tensor, gradient: bool) -> None:
+    def states(self, k: Tensor, v: Tensor, rows: tuple, sums: tuple, S: Tensor, z: Tensor, gradient: bool) -> None:
         """Compute the states that enter each chunk; `gradient`: those of queries and gradients of outputs."""
         from lion.ops.kernels import states_kernel
 
         first = int(self.above and not self.below) if not gradient else int(self.below and not self.above)
         states_kernel[self.rows, self.below + self.above](
-            k, v, *outputs, *self.masks, *sums, S, z, *self.sizes, *k.stride()[:3], *v.stride()[:3],
+            k, v, *rows, *self.masks, *sums, S, z, *self.sizes, *k.stride()[:3], *v.stride()[:3],
             GRADIENT=gradient, FIRST=first, BLOCK=self.tile, **self.flags, num_warps=4, num_stages=2,
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ def attention_op(
             LOW_INCLUSIVE=low_inclusive, UP_INCLUSIVE=up_inclusive, C=call.size,
         )  # fmt: skip
     if call.count > 1:
-        call.states(k, v, (y, z), (low, up, end), S, z_of_S, gradient=False)
+        call.states(k, v, (z, z), (low, up, end), S, z_of_S, gradient=False)
     outputs_kernel[call.grid](
         q, k, v, *call.masks, low, up, end, S, z_of_S, y, z, *call.sizes,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -214,18 +214,57 @@ def gradients_op(
     decays = len(end) > 0
     call = Launch(q, v, valid, segment, decays, options)
     dq, dk, dv, d_sums = gradients_like(q, v, decays)
+    delta = torch.empty_like(z)
     low, up = sums
     d_low, d_up = d_sums
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
-    how = {"BLOCK": min(call.tile, 32), **call.tiles, **call.flags, "num_warps": 4, "num_stages": 2}
+    how = {"BLOCK": min(call.tile, 32), **call.tiles, **call.flags, "num_stages": 2}
     queries_kernel[call.grid](
-        q, k, v, *call.masks, low, up, end, S, z_of_S, y, z, dy, dq, d_low, d_up, *call.sizes, *strides, **how
+        q,
+        k,
+        v,
+        *call.masks,
+        low,
+        up,
+        end,
+        S,
+        z_of_S,
+        y,
+        z,
+        dy,
+        dq,
+        delta,
+        d_low,
+        d_up,
+        *call.sizes,
+        *strides,
+        **how,
+        num_warps=4,
     )
     G, z_of_G = torch.empty_like(S), torch.empty_like(z_of_S)
     if call.count > 1:
-        call.states(q, dy, (y, z), (low, up, end), G, z_of_G, gradient=True)
+        call.states(q, dy, (z, delta), (low, up, end), G, z_of_G, gradient=True)
     keys_kernel[call.grid](
-        q, k, v, *call.masks, low, up, end, G, z_of_G, y, z, dy, dk, dv, d_low, d_up, *call.sizes, *strides, **how
+        q,
+        k,
+        v,
+        *call.masks,
+        low,
+        up,
+        end,
+        G,
+        z_of_G,
+        z,
+        delta,
+        dy,
+        dk,
+        dv,
+        d_low,
+        d_up,
+        *call.sizes,
+        *strides,
+        **how,
+        num_warps=8,  # of 4 warps, registers would spill to memory
     )
     return dq, dk, dv, d_sums
 

@@ -113,19 +113,18 @@ def mask_of(
     low_i, up_i, low_j, up_j, i, j, seg_i, seg_j,
     DECAY: tl.constexpr, BELOW: tl.constexpr, ABOVE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Return M_ij (queries, keys)."""
-    below = i[:, None] >= j[None, :]
+    """Return M_ij of queries i and keys j, whose shapes are (rows, 1) and (1, columns), or the other way round."""
+    below = i >= j
     if DECAY:
-        log = tl.where(below, low_i[:, None] - low_j[None, :], up_j[None, :] - up_i[:, None])
-        m = tl.exp2(tl.minimum(log, 0.0))
+        m = tl.exp2(tl.minimum(tl.where(below, low_i - low_j, up_j - up_i), 0.0))
     else:
         m = tl.full(below.shape, 1.0, tl.float32)
     if not ABOVE:
         m = tl.where(below, m, 0.0)
     if not BELOW:
-        m = tl.where(i[:, None] <= j[None, :], m, 0.0)
+        m = tl.where(i <= j, m, 0.0)
     if PACKED:
-        m = tl.where(seg_i[:, None] == seg_j[None, :], m, 0.0)
+        m = tl.where(seg_i == seg_j, m, 0.0)
     return m
 
 
@@ -136,18 +135,14 @@ def enters_at(c, right, C: tl.constexpr):
 
 
 @triton.jit
-def row_gradients(dy, dy_l, y, y_l, z, i, real, SCALE, EPS, SUMS: tl.constexpr, E: tl.constexpr):
-    """Return the gradients of the numerators of rows i (rows, E), and minus those of their row sums (rows,)."""
-    g = load_tokens(dy, dy_l, i, real, E).to(tl.float32)
+def row_factors(z, i, real, SCALE, EPS, SUMS: tl.constexpr):
+    """Return the factors 1 / z_i of rows i, or the scale if rows are not divided."""
     if SUMS:
         z_i = tl.load(z + i, real, 0.0)
-        g = g * tl.where(z_i == 0, 0.0, 1 / tl.maximum(z_i, EPS))[:, None]
-        delta = tl.sum(g * load_tokens(y, y_l, i, real, E).to(tl.float32), 1)
-        delta = tl.where(z_i > EPS, delta, 0.0)
+        factor = tl.where(z_i == 0, 0.0, 1 / tl.maximum(z_i, EPS))
     else:
-        g = g * SCALE
-        delta = tl.sum(g, 1) * 0.0
-    return g, delta
+        factor = tl.full(i.shape, 1.0, tl.float32) * SCALE
+    return factor
 
 
 @triton.jit
@@ -183,7 +178,7 @@ def reach_of(
 
 @triton.jit
 def states_kernel(
-    k, v, y, z, valid, segment, low, up, end, S, z_of_S,
+    k, v, z, delta, valid, segment, low, up, end, S, z_of_S,
     H, L, N, SCALE, EPS, k_b, k_h, k_l, v_b, v_h, v_l,
     GRADIENT: tl.constexpr, FIRST: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, SUMS: tl.constexpr,
     VALID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -228,16 +223,12 @@ def states_kernel(
             if DECAY:
                 t = tl.load(sums + bh * N * C + j)
                 key = key * tl.exp2(t if right == 1 else last - t)[:, None]
+            value = load_tokens(v + b * v_b + h * v_h, v_l, j, real, E)
+            one = tl.full((BLOCK,), 1.0, tl.float32)
             if GRADIENT:
-                rows = y + (b * L * H + h) * E
-                g, one = row_gradients(
-                    v + b * v_b + h * v_h, v_l, rows, H * E, z + bh * L, j, real, SCALE, EPS, SUMS, E
-                )
-                value = g.to(k.dtype.element_ty)
-                one = -one
-            else:
-                value = load_tokens(v + b * v_b + h * v_h, v_l, j, real, E)
-                one = tl.full((BLOCK,), 1.0, tl.float32)
+                factor = row_factors(z + bh * L, j, real, SCALE, EPS, SUMS)
+                value = (value.to(tl.float32) * factor[:, None]).to(k.dtype.element_ty)
+                one = -tl.load(delta + bh * L + j, real, 0.0)
             state = tl.dot(tl.trans(key.to(value.dtype)), value, state, input_precision=PRECISION)
             total += tl.sum(key * one[:, None], 0)
 
@@ -274,7 +265,10 @@ def outputs_kernel(
         k_j = tl.where(key[:, None], phi(load_tokens(k, k_l, j, key, D), MAP), 0.0).to(narrow)
         low_j, up_j = load_sums(low, up, j, DECAY)
         seg_j = load_segments(segment, b, L, j, PACKED)
-        m = mask_of(low_i, up_i, low_j, up_j, i, j, seg_i, seg_j, DECAY, BELOW, ABOVE, PACKED)
+        m = mask_of(
+            low_i[:, None], up_i[:, None], low_j[None, :], up_j[None, :], i[:, None], j[None, :],
+            seg_i[:, None], seg_j[None, :], DECAY, BELOW, ABOVE, PACKED,
+        )  # fmt: skip
         weights = tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION) * m
         row_sum += tl.sum(weights, 1)
         numerator = tl.dot(weights.to(narrow), load_tokens(v, v_l, j, key, E), numerator, input_precision=PRECISION)
@@ -296,7 +290,7 @@ def outputs_kernel(
 
 @triton.jit
 def queries_kernel(
-    q, k, v, valid, segment, low, up, end, S, z_of_S, y, z, dy, dq, d_low, d_up,
+    q, k, v, valid, segment, low, up, end, S, z_of_S, y, z, dy, dq, delta, d_low, d_up,
     H, L, N, SCALE, EPS, q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, dy_b, dy_h, dy_l,
     STATES: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, BELOW: tl.constexpr, ABOVE: tl.constexpr,
     SUMS: tl.constexpr, VALID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -317,9 +311,14 @@ def queries_kernel(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = are_real(i, L, valid, b, VALID)
     q_i = phi(load_tokens(q, q_l, i, real, D), MAP).to(narrow)
-    rows = y + (b * L * H + h) * E
-    wide, delta = row_gradients(dy + b * dy_b + h * dy_h, dy_l, rows, H * E, z + bh * L, i, real, SCALE, EPS, SUMS, E)
+    wide = load_tokens(dy + b * dy_b + h * dy_h, dy_l, i, real, E).to(tl.float32)
+    wide = wide * row_factors(z + bh * L, i, real, SCALE, EPS, SUMS)[:, None]
     g_i = wide.to(narrow)
+    of_sums = tl.zeros((ROWS,), tl.float32)
+    if SUMS:  # minus the gradients of the row sums; that of a divisor `EPS` is 0
+        of_sums = tl.sum(wide * load_tokens(y + (b * L * H + h) * E, H * E, i, real, E).to(tl.float32), 1)
+        of_sums = tl.where(tl.load(z + bh * L + i, real, 0.0) > EPS, of_sums, 0.0)
+    tl.store(delta + bh * L + i, of_sums, i < L)
     low_i, up_i = load_sums(low, up, i, DECAY)
     seg_i = load_segments(segment, b, L, i, PACKED)
     dq_i = tl.zeros((ROWS, D), tl.float32)
@@ -330,7 +329,7 @@ def queries_kernel(
             if (right == 0 and BELOW) or (right == 1 and ABOVE):
                 state, total = load_state(S, z_of_S, right, bh, heads, N, c, D, E)
                 reach = reach_of(low_i, up_i, end, bh * N, c, seg_i, segment, b, L, right, DECAY, PACKED, False, C)
-                part = tl.dot(g_i, tl.trans(state), input_precision=PRECISION) - delta[:, None] * total[None, :]
+                part = tl.dot(g_i, tl.trans(state), input_precision=PRECISION) - of_sums[:, None] * total[None, :]
                 part *= reach[:, None]
                 of_rows = tl.sum(part * q_i.to(tl.float32), 1)
                 if right == 0:
@@ -345,8 +344,11 @@ def queries_kernel(
         v_j = load_tokens(v, v_l, j, key, E)
         low_j, up_j = load_sums(low, up, j, DECAY)
         seg_j = load_segments(segment, b, L, j, PACKED)
-        m = mask_of(low_i, up_i, low_j, up_j, i, j, seg_i, seg_j, DECAY, BELOW, ABOVE, PACKED)
-        d_scores = (tl.dot(g_i, tl.trans(v_j), input_precision=PRECISION) - delta[:, None]) * m
+        m = mask_of(
+            low_i[:, None], up_i[:, None], low_j[None, :], up_j[None, :], i[:, None], j[None, :],
+            seg_i[:, None], seg_j[None, :], DECAY, BELOW, ABOVE, PACKED,
+        )  # fmt: skip
+        d_scores = (tl.dot(g_i, tl.trans(v_j), input_precision=PRECISION) - of_sums[:, None]) * m
         if DECAY:
             d_log = d_scores * tl.dot(q_i, tl.trans(k_j), input_precision=PRECISION)
             below = i[:, None] >= j[None, :]
@@ -364,7 +366,7 @@ def queries_kernel(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, valid, segment, low, up, end, G, z_of_G, y, z, dy, dk, dv, d_low, d_up,
+    q, k, v, valid, segment, low, up, end, G, z_of_G, z, delta, dy, dk, dv, d_low, d_up,
     H, L, N, SCALE, EPS, q_b, q_h, q_l, k_b, k_h, k_l, v_b, v_h, v_l, dy_b, dy_h, dy_l,
     STATES: tl.constexpr, MAP: tl.constexpr, DECAY: tl.constexpr, BELOW: tl.constexpr, ABOVE: tl.constexpr,
     SUMS: tl.constexpr, VALID: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -414,15 +416,18 @@ def keys_kernel(
         i = c * C + first + tl.arange(0, BLOCK)
         query = are_real(i, L, valid, b, VALID)
         q_i = phi(load_tokens(q, q_l, i, query, D), MAP).to(narrow)
-        rows = y + (b * L * H + h) * E
-        wide, delta = row_gradients(dy, dy_l, rows, H * E, z + bh * L, i, query, SCALE, EPS, SUMS, E)
-        g_i = wide.to(narrow)
+        factor = row_factors(z + bh * L, i, query, SCALE, EPS, SUMS)
+        g_i = (load_tokens(dy, dy_l, i, query, E).to(tl.float32) * factor[:, None]).to(narrow)
+        of_sums = tl.load(delta + bh * L + i, query, 0.0)
         low_i, up_i = load_sums(low, up, i, DECAY)
         seg_i = load_segments(segment, b, L, i, PACKED)
-        m = tl.trans(mask_of(low_i, up_i, low_j, up_j, i, j, seg_i, seg_j, DECAY, BELOW, ABOVE, PACKED))
+        m = mask_of(
+            low_i[None, :], up_i[None, :], low_j[:, None], up_j[:, None], i[None, :], j[:, None],
+            seg_i[None, :], seg_j[:, None], DECAY, BELOW, ABOVE, PACKED,
+        )  # fmt: skip
         weights = tl.dot(k_j, tl.trans(q_i), input_precision=PRECISION) * m  # (keys, queries)
         dv_j = tl.dot(weights.to(narrow), g_i, dv_j, input_precision=PRECISION)
-        d_weights = tl.dot(v_j, tl.trans(g_i), input_precision=PRECISION) - delta[None, :]
+        d_weights = tl.dot(v_j, tl.trans(g_i), input_precision=PRECISION) - of_sums[None, :]
         dk_j = tl.dot((d_weights * m).to(narrow), q_i, dk_j, input_precision=PRECISION)
         if DECAY:
             d_log = d_weights * weights
