@@ -6,6 +6,7 @@ Without a GPU the tests are skipped. `LION_TEST_DEVICE=cpu` runs them on the CPU
 import copy
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -106,6 +107,26 @@ def test_padding_and_packed_documents(name):
         for form in MIXERS[name].layer.forms or ("full",):
             tested, known = layers(name, form, "both")
             check(differences(tested, tested, known, 75, **masks))
+
+
+@on_a_gpu
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize(("name", "direction"), [("lion_lit", "both"), ("lion_d", "forward"), ("lion_s", "both")])
+def test_triton_kernels(name, direction, dtype):
+    """Check one chunk and several, padding and packed rows, eager and compiled; and the same bits in two runs."""
+    torch._dynamo.reset()
+    tested, known = layers(name, "full", direction)
+    tested.operator_settings = replace(tested.operator_settings, kernels="triton")
+    compiled = torch.compile(tested, fullgraph=True)
+    for length in (75, 197, 300, 1024):
+        valid = torch.arange(length) < torch.tensor([[length], [length - 20]])
+        segments = (torch.arange(length) // 31).expand(2, -1).contiguous()
+        for masks in ({}, {"valid": valid}, {"segments": segments}):
+            for run in (tested, compiled):
+                check(differences(run, tested, known, length, dtype, **masks), dtype)
+        x = torch.randn(2, length, DIM, device=DEVICE)
+        assert torch.equal(tested(x), tested(x))
 
 
 @pytest.mark.slow

@@ -398,6 +398,7 @@ def bench_clock(argv: list[str]) -> Namespace:
     parser.add_argument("--heads", type=count, default=6)
     parser.add_argument("--dim", type=count, default=64, help="head dimension")
     parser.add_argument("--rounds", type=count, default=9)
+    parser.add_argument("--kernels", choices=("graph", "triton"), default="graph", help="kernels of scalar decays")
     parser.add_argument(
         "--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest"
     )

@@ -1,7 +1,7 @@
 """Scalar decays by the kernels of `lion.ops.kernels`, as an operator with gradients.
 
-A call takes the kernels if `kernels` is "triton" and it fits (`fits`). Everything else takes the graphs of PyTorch, which
-are the definition. "auto" takes the graphs, because no GPU has timed the kernels yet.
+A call takes the kernels if `kernels` is "triton" and it fits (`fits`). Everything else takes the graphs of PyTorch,
+which are the definition. "auto" takes the graphs, because no GPU has timed the kernels yet.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def chunks_of(length: int) -> tuple[int, int]:
 
 
 def rows_like(x: Tensor) -> Tensor:
-    """Return empty memory for tokens like x (B, H, L, D), as (B, L, H, D), where the heads of a token stand together."""
+    """Return empty memory for tokens like x (B, H, L, D), laid out as (B, L, H, D)."""
     batch, heads, length, dim = x.shape
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 

@@ -1,25 +1,25 @@
 """Triton kernels of scalar decays: states between chunks, outputs, and gradients (Eq. 13, 14 and the chunk form).
 
-A sequence is cut into N chunks of C tokens; one of at most `ONE_CHUNK` tokens is one chunk, which is the full form. `low`
-and `up` (B H, N C) are prefix sums of the log decays within each chunk, times log2(e), and `end` (B H, N) is the sum of a
-chunk. For the conventions, see `lion.ops.decay`:
+A sequence is cut into N chunks of C tokens; a short one is a single chunk, which is the full form. `low` and `up`
+(B H, N C) are prefix sums of the log decays within each chunk, times log2(e), and `end` (B H, N) is the sum of a chunk.
+For the conventions, see `lion.ops.decay`:
 
     source: low exclusive, up inclusive    target: low inclusive, up exclusive    symmetric: both inclusive
 
 Within a chunk and between chunks, with S_c the state that enters chunk c from the left and S'_c that from the right:
 
     M_ij = 2^(low_i - low_j) for j <= i, and 2^(up_j - up_i) for j > i
-    Q K^T * M V = sum over the chunk of (q_i k_j) M_ij v_j  +  2^low_i q_i S_c  +  2^(end_c - up_i) q_i S'_c
+    (Q K^T * M) V = sum over the chunk of (q_i k_j) M_ij v_j  +  2^low_i q_i S_c  +  2^(end_c - up_i) q_i S'_c
     S_{c+1} = 2^end_c S_c + sum_j 2^(end_c - low_j) k_j v_j^T
     S'_{c-1} = 2^end_c S'_c + sum_j 2^up_j k_j v_j^T
 
-No exponent is positive, because all sums are of one chunk. The row sums are the same sums with v_j = 1 and states z. The
-gradients of keys and values read states of the queries and of the gradients of the rows, with `low` and `up` exchanged.
-No kernel adds to memory that another program writes: two runs have the same bits.
+No exponent is positive, because all sums are those of one chunk. The row sums are the same sums with v_j = 1, from
+states z. The gradients of keys and values read states G of the queries and of the gradients of the rows, from the other
+side. No kernel adds to memory that another program writes, so that two runs have the same bits.
 
 `D` and `E` are the dimensions of keys and values. `DECAY`, `BELOW`, `ABOVE`, `SUMS`, `VALID` and `PACKED` say whether
-there are decays, pairs j <= i, pairs j >= i, row sums, padding and segments; `MAP` is the feature map. `ROWS` tokens are
-those of a program, `BLOCK` tokens those of one step of its loop. `PRECISION` is that of products of float32.
+there are decays, pairs j <= i, pairs j >= i, row sums, padding and segments; `MAP` is the feature map. A program has
+`ROWS` tokens, and a step of its loop `BLOCK` tokens. `PRECISION` is that of products of float32.
 """
 
 from __future__ import annotations

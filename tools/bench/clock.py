@@ -7,7 +7,7 @@ is the time of a call in a CUDA graph, and `no graphs` its time when Python laun
 one another. `peak / q` is the memory of a call beyond its inputs, in units of q. Rounds are interleaved, and a ratio is
 the median of the ratios of all rounds. Other benchmarks on this GPU wait meanwhile, but may compile. Of `autotuned`
 rows, Inductor took the fastest of its own and the libraries' kernels for every matrix product (`--autotune`, and
-`trainer.autotune` in training).
+`trainer.autotune` in training). Rows `triton` are the kernels of `lion.ops.kernels` (`--kernels triton`).
 
 Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
 They may count other code than was timed, that of another version of torch or of a later commit.
@@ -46,7 +46,7 @@ from tools.store import Row, Store, digits, pipes
 
 SETTING = ("device", "dtype", "heads", "dim")
 CALL = ("name", "form", "length", "batch")
-LATER = ("autotune",)  # keys that rows of earlier versions lack
+LATER = ("autotune", "kernels")  # keys that rows of earlier versions lack
 KEY = (*SETTING, *CALL, *LATER)
 TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
 SPAN = 0.01  # seconds of a measurement, at least
@@ -67,6 +67,7 @@ class Job:
     dtype: str
     rounds: int
     autotune: bool
+    kernels: str
     command: str
 
 
@@ -103,6 +104,7 @@ def main(argv: list[str]) -> int:
             dtype=args.dtype,
             rounds=args.rounds,
             autotune=args.autotune,
+            kernels=args.kernels,
             command=command,
         )
         for name in args.names or DEFAULT
@@ -135,7 +137,7 @@ def measure(job: Job, send: Send) -> None:
     tensors, fixed = operator.inputs(*shape, featurized=False)
 
     def run(given: dict[str, Tensor]) -> Tensor:
-        return operator.run(given, fixed, job.form, 64)
+        return operator.run(given, fixed, job.form, 64, job.kernels)
 
     if job.autotune:
         time_products()
@@ -145,7 +147,10 @@ def measure(job: Job, send: Send) -> None:
     torch.cuda.empty_cache()
     times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
     row = {name: getattr(job, name) for name in ("heads", "dim", "dtype", *CALL)}
-    row |= {"autotune": True} if job.autotune else {}  # else as in rows of earlier versions
+    if job.autotune:  # else as in rows of earlier versions
+        row["autotune"] = True
+    if job.kernels == "triton":
+        row["kernels"] = job.kernels
     for how in (GRAPH, LAUNCHED):
         mine, other = times["own", how], times["softmax", how]
         row[how] = {
@@ -209,7 +214,11 @@ def cells(row: Row, counted: dict[tuple, Row]) -> list[str]:
     alone = f"{1e6 * row[LAUNCHED]['seconds']:,.0f}"
     q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
     times = [f"{us:,.0f}", *near, f"{row[GRAPH]['ratio']:.2f}", ratio, alone]
-    form = f"{row['form']}, autotuned" if row.get("autotune") else row["form"]
+    form = row["form"]
+    if row.get("autotune"):
+        form += ", autotuned"
+    if row.get("kernels"):
+        form += ", triton"
     return [*case(row | {"form": form}), *times, digits(row["peak_bytes"] / q)]
 
 

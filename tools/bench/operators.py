@@ -99,10 +99,12 @@ class Operator:
         }
         return tensors, {name: value for name, value in given.items() if name not in tensors}
 
-    def run(self, tensors: dict[str, Tensor], fixed: dict[str, Any], form: str, chunk_size: int) -> Tensor:
+    def run(
+        self, tensors: dict[str, Tensor], fixed: dict[str, Any], form: str, chunk_size: int, kernels: str = "auto"
+    ) -> Tensor:
         if self.one_scan:
             return one_scan_attention(**tensors, form=form, chunk_size=chunk_size)
-        settings = Settings(form=form, chunk_size=chunk_size, direction=self.direction)
+        settings = Settings(form=form, chunk_size=chunk_size, direction=self.direction, kernels=kernels)
         if self.scans == ROW_MAJOR:
             return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), settings=settings)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)

@@ -14,7 +14,7 @@ from lion.layers.norms import NO_NORM, NORMS, over_tokens
 from lion.layers.rotations import NO_ROTATION, ROTATIONS
 from lion.ops import DECAY_CONVENTIONS, DIRECTIONS, FORMS, NORMALIZE, SCAN_MERGES
 from lion.ops.features import FEATURE_MAPS
-from lion.ops.settings import CHUNK_SIZE
+from lion.ops.settings import CHUNK_SIZE, KERNELS
 
 PARTS_OF_BLOCKS = sorted({field.name for field in fields(Parts)} - {"conv_width", "out_norm", "out_gate"})
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
@@ -34,6 +34,8 @@ class AttentionConfig:
     `scans` are the orders in which the patches of an image are visited (entries of `SCANS`). Each scan has a separate
     decay. `scan_merge` determines how several scans are merged (`lion.ops.multiscan`).
 
+    `kernels="triton"` computes scalar decays on a GPU by the kernels of `lion.ops.fused`, which no GPU has run yet.
+
     `block="published"` adds the parts that the publication of the mixer has around its recurrence
     (`lion.layers.mixers.parts.Parts`); the mixers of LION have none. Three of these parts can be set for any mixer, in
     either block: `conv_width`, the width of a convolution of q, k and v (0: none), `out_norm`, a norm over the whole
@@ -50,6 +52,7 @@ class AttentionConfig:
     rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
     form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
     chunk_size: int = setting(CHUNK_SIZE, min=1, free="rounding")
+    kernels: str = setting("auto", choices=KERNELS, free="rounding")
     qkv_bias: bool = True
     score_dropout: float = setting(0.0, min=0, max=1)
     block: str = setting(BLOCKS[0], choices=BLOCKS)

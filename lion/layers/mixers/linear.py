@@ -205,6 +205,7 @@ class LionAttention(Attention):
             feature_map=None if self.maps_first else c.feature_map,
             scale=self.mixer.scale,
             chunk_size=self.chunk_size,
+            kernels=self.config.kernels,
             scan_merge=c.scan_merge,
             undecayed_erase=self.mixer.undecayed_erase,
         )
