@@ -37,7 +37,8 @@ COMPILING = {
 EXTRAS = {  # optional packages, imported where they are used
     "tools/convert/files.py": {"safetensors"},
     "tools/export/onnx.py": {"onnx", "onnxruntime", "onnxscript"},
-    "tools/gpu/cubins.py": {"triton"},  # comes with torch for GPUs
+    "lion/ops/kernels.py": {"triton"},  # comes with torch for GPUs
+    "tools/gpu/cubins.py": {"triton"},
     "tools/gpu/interpret.py": {"triton"},
     "tools/gpu/targets.py": {"triton"},
     "lion/tasks/sequence_classification.py": {"scipy", "sklearn"},

@@ -214,7 +214,7 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "softmax, mean": ["56.40"],
         "lion_s with positions, cls": ["57.27"],
     },
-    "LION, Table 5: ListOps": {
+    "LION, Tables 4, 5 and 7: ListOps": {
         "softmax": ["41.46"],
         "softmax rotary": ["45.17"],
         "lion_lit": ["38.98"],
@@ -223,7 +223,7 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lion_d_hippo random start": ["44.84"],
         "lion_s_hippo random start": ["45.43"],
     },
-    "LION, Table 5: Image": {
+    "LION, Tables 4, 5 and 7: Image": {
         "softmax": ["27.63"],
         "softmax rotary": ["27.64"],
         "lion_lit": ["25.55"],
@@ -232,7 +232,7 @@ SMALL_RUNS = {  # sections of reports/paper.md, their rows, and the values of th
         "lion_d_hippo random start": ["24.33"],
         "lion_s_hippo random start": ["22.77"],
     },
-    "LION, Table 5: Pathfinder, and how W_v starts": {"softmax": ["65.63"], "lion_s_hippo": ["60.59"]},
+    "LION, Tables 4, 5 and 7: Pathfinder, and how W_v starts": {"softmax": ["65.63"], "lion_s_hippo": ["60.59"]},
     "Recall: row sums, and where decays start": {"lion_s": ["68.45"], "lion_s, temperature 16": ["99.99"]},
     "The block around the mixer: convolution and gate, CIFAR-10": {
         "lion_s": ["54.52"],
@@ -304,7 +304,7 @@ SMALL_ORDERS = {
         "lightnet ? lightnet without TPE",
     ],
     "LION, Table 13: shapes of decays": ["lion_s_vector > lion_d", "lion_s ? lion_s_vector", "lion_s ? lion_d"],
-    "LION, Table 5: ListOps": [
+    "LION, Tables 4, 5 and 7: ListOps": [
         "lion_d_hippo > softmax",
         "lion_s_hippo > softmax",
         "lion_d_hippo > lion_lit",
@@ -315,7 +315,7 @@ SMALL_ORDERS = {
         "lion_d_hippo random start > softmax",
         "lion_s_hippo random start > softmax",
     ],
-    "LION, Table 5: Image": [
+    "LION, Tables 4, 5 and 7: Image": [
         "lion_d_hippo > lion_lit",
         "lion_s_hippo > lion_lit",
         "lion_d_hippo > lion_d_hippo random start",
@@ -325,7 +325,7 @@ SMALL_ORDERS = {
         "lion_d_hippo random start ? softmax",
         "lion_s_hippo random start ? softmax",
     ],
-    "LION, Table 5: Pathfinder, and how W_v starts": ["lion_s_hippo ? softmax"],
+    "LION, Tables 4, 5 and 7: Pathfinder, and how W_v starts": ["lion_s_hippo ? softmax"],
     "LION, Tables 10 and 11: masked language modelling, base": [
         "lion_s > lion_lit",
         "lion_d > lion_lit",
