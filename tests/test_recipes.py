@@ -35,7 +35,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.optim import learning_rate
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
-from tests.helpers import ROOT
+from tests.helpers import ROOT, pictures
 from tools.compose import describe_data, make_task, metric_of, resolve
 from tools.listing import recipe_files, recipe_path
 from tools.paper.results import open_store, rows_of
@@ -100,6 +100,9 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path, tmp_path):
     if recipe.data.name == "labelled_text":  # of one's own: the recipe has none
         (tmp_path / "own.csv").write_text("text,label\n" + "good,1\nbad,0\n" * 5)
         recipe = replace(recipe, data=replace(recipe.data, path=str(tmp_path / "own.csv")))
+    if recipe.data.name == "imagefolder":
+        pictures(tmp_path / "own", {split: {"a": 2, "b": 2} for split in ("train", "val")})
+        recipe = replace(recipe, data=replace(recipe.data, root=str(tmp_path / "own")))
     assert recipe.about.row and recipe.about.expected and recipe.about.hardware
     assert path.read_text().startswith("# ")
     info, samples, _ = describe_data(recipe, look=path not in LRA)

@@ -813,3 +813,13 @@ def test_a_run_that_will_hardly_learn_is_named(tmp_path):
         assert doubts(recipe, make_plan(recipe, samples=samples, world=1)) == []
     pieces = first_parts(9, path)
     assert any("warning           only 6 updates" in piece for piece in pieces)
+
+
+def test_one_command_trains_a_folder_of_pictures(tmp_path, capsys):
+    pictures(tmp_path / "photos", {"train": {"cat": 4, "dog": 4}, "val": {"cat": 2, "dog": 2}})
+    small = ["model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.batch_size=4", "trainer.steps=2"]
+    place = [f"data.root={tmp_path / 'photos'}", f"run.root={tmp_path / 'runs'}", "data.workers=0"]
+    assert here("pictures", *place, *small, "--eager", "--form", "rnn") == 0
+    shown = capsys.readouterr()
+    assert "2 classes: cat, dog" in shown.out and "rnn (64)" in shown.out
+    assert "warning: only 2 updates" in shown.err
