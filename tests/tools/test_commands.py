@@ -391,15 +391,15 @@ def test_list_is_a_command_of_its_own(capsys):
 
 def test_a_folder_does_not_hide_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("quickstart", "pictures"):
+    for name in ("quickstart", "photos"):
         (tmp_path / name).mkdir()
     assert recipe_path("quickstart") == RECIPES / "quickstart.yaml"
-    with pytest.raises(ConfigError, match=r"pictures: no such recipe, \./run\.sh list prints"):
-        recipe_path("pictures")
-    (tmp_path / "runs" / "pictures").mkdir(parents=True)
-    (tmp_path / "runs" / "pictures" / "recipe.yaml").touch()
-    with pytest.raises(ConfigError, match=r"pictures: .* but a run; its recipe is runs/pictures/recipe.yaml"):
-        recipe_path("pictures")
+    with pytest.raises(ConfigError, match=r"photos: no such recipe, \./run\.sh list prints"):
+        recipe_path("photos")
+    (tmp_path / "runs" / "photos").mkdir(parents=True)
+    (tmp_path / "runs" / "photos" / "recipe.yaml").touch()
+    with pytest.raises(ConfigError, match=r"photos: .* but a run; its recipe is runs/photos/recipe.yaml"):
+        recipe_path("photos")
 
 
 @pytest.mark.process
