@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
-from data.base import DataSet
 from lion.config import ConfigError, nearest
+
+if TYPE_CHECKING:  # the table is read before PyTorch is loaded
+    from data.base import DataSet
 
 DATASETS = {
     "aan": "data.lra.documents.Aan",

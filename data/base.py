@@ -16,6 +16,7 @@ from typing import IO, Any, ClassVar, Self
 
 from torch.utils.data import default_collate
 
+from data.folders import user_path
 from lion.config import ConfigError, setting
 from lion.samples.base import Batch, Info, Splits
 
@@ -149,18 +150,6 @@ class DataSet(ABC):
         return default_collate(samples)
 
 
-def data_root() -> Path:
-    """Return the data root: `$LION_DATA`, else `lion` in the user's cache folder."""
-    if os.environ.get("LION_DATA"):
-        return user_path(os.environ["LION_DATA"])
-    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lion"
-
-
-def user_path(path: str) -> Path:
-    """Return a path with `~` expanded to the home folder; `~` of an unknown user stays unchanged."""
-    return Path(os.path.expanduser(path))
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file; wait while another process holds it.
@@ -190,18 +179,6 @@ def open_lock(path: Path) -> IO[bytes]:
     except PermissionError:
         number = os.open(path, os.O_RDONLY)
     return open(number, "rb")
-
-
-def find_root(config: DataConfig, folder: str, how: str) -> Path:
-    """Return the folder of a data set.
-
-    Raises:
-        ConfigError: The folder is missing. The message names the folder, its settings, and `how` to get the data.
-    """
-    root = user_path(config.root) if config.root else data_root() / folder
-    if not root.is_dir():
-        raise ConfigError(f"data set '{config.name}': no folder {root} (set data.root=PATH or $LION_DATA); {how}")
-    return root
 
 
 @functools.cache

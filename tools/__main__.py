@@ -45,16 +45,19 @@ def main(argv: list[str]) -> int:
 
 
 def check(name: str, args: Namespace) -> None:
-    """Check the recipe of a command, and its keys.
+    """Check the recipe of a command, its keys, and the folder of its data.
 
     Raises:
-        ConfigError: There is no such recipe, or no such key.
+        ConfigError: There is no such recipe, key or folder.
     """
-    from tools.keys import check_keys
+    from tools.keys import check_folder, check_keys
     from tools.listing import recipe_path
 
     if COMMANDS[name].synopsis.startswith("RECIPE [key=value"):
-        check_keys(recipe_path(args.recipe), args.overrides)
+        path = recipe_path(args.recipe)
+        check_keys(path, args.overrides)
+        if name != "show":  # which takes published numbers
+            check_folder(path, args.overrides)
     elif name == "bench train":
         for recipe in args.recipes:
             recipe_path(recipe)

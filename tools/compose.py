@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import data
-from data.base import DataSet, data_root, locked
+from data.base import DataSet, locked
+from data.folders import data_root
 from data.text.tokenizers import NoTokenizer, Tokenizer
 from lion.config import ConfigError
 from lion.progress import announced

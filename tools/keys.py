@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import lion
-from lion.config import ConfigError, flatten, nearest, parse_overrides
+from data.folders import PLACED, find_root
+from lion.config import ConfigError, flatten, merge, nearest, parse_overrides
 from lion.recipe_files import OVERRIDE, read_layers
 
 FOLDERS = {"lion": Path(lion.__file__).parent, "data": Path(__file__).parents[1] / "data"}  # also of a wheel
@@ -30,6 +32,27 @@ SOURCES = {  # the dataclasses of each section, as patterns of files or as `file
 MANY = 40  # with more settings than these, an error does not list them
 
 
+def check_folder(recipe: Path, overrides: Iterable[str]) -> None:
+    """Check that the folder of data which a person puts in place is there.
+
+    Raises:
+        ConfigError: There is no such folder.
+    """
+    data: dict[str, Any] = {}
+    for _, layer in layers_of(recipe, overrides):
+        section = layer.get("data")
+        if isinstance(section, dict):
+            data = merge(data, section)
+    name, root = data.get("name"), data.get("root")
+    if name in PLACED and isinstance(root, str | None):
+        find_root(name, root)
+
+
+def layers_of(recipe: Path, overrides: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the files of a recipe and its overrides, each with its source, the last one first to hold."""
+    return [*read_layers(recipe), (OVERRIDE, parse_overrides(overrides))]
+
+
 def check_keys(recipe: Path, overrides: Iterable[str]) -> None:
     """Check that every key of a recipe and its overrides is the name of a setting.
 
@@ -38,7 +61,7 @@ def check_keys(recipe: Path, overrides: Iterable[str]) -> None:
     Raises:
         ConfigError: An unknown key, or a file that cannot be read.
     """
-    layers = [*read_layers(recipe), (OVERRIDE, parse_overrides(overrides))]
+    layers = layers_of(recipe, overrides)
     if any("imports" in layer for _, layer in layers):
         return
     settings = {section: names_in(source) for section, source in SOURCES.items()}

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 
-from data.base import data_root
+from data.folders import data_root
 from lion.config import ConfigError, flatten, to_dict
 from lion.models import Model
 from lion.recipe import Recipe, dump_recipe

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 
-from data.base import data_root, user_path, walk
+from data.base import walk
+from data.folders import data_root, user_path
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import stamps
 from data.lra.store import Arrays, Part, Source, in_parts

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import data_root, user_path
+from data.folders import data_root, user_path
 from data.hub import check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import user_path
+from data.folders import user_path
 from data.lra.lines import Lines, Place
 from data.lra.sequences import (
     END,

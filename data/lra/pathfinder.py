@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from data.base import user_path
+from data.folders import user_path
 from data.lra.pathfinder_contours import Contours, draw
 from data.lra.pathfinder_dashes import DISC_EDGE, Shape
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.base import DataConfig, DataSet, data_root, user_path
+from data.base import DataConfig, DataSet
+from data.folders import data_root, user_path
 from data.lra.store import (
     ArrayKind,
     Arrays,

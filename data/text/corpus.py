@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.base import user_path, walk
+from data.base import walk
+from data.folders import user_path
 from data.hub import configuration, import_datasets, is_saved, load_saved, readable
 from data.splits import by_split, canonical
 from data.text.tables import kinds_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.base import user_path
+from data.folders import user_path
 from data.text.sequences import (
     KINDS,
     LabelledConfig,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.base import is_hidden, say_once, user_path
+from data.base import is_hidden, say_once
+from data.folders import user_path
 from data.hub import check_names, import_datasets, is_saved, load_saved, readable
 from data.splits import by_split, canonical, names_text, split_of
 from data.text.sequences import (

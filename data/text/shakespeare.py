@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from data.base import data_root, user_path
+from data.folders import data_root, user_path
 from data.text.text import Text, TextConfig
 from lion.config import ConfigError, setting
 from lion.samples.text import TextInfo

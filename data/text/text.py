@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from data.base import DataConfig, data_root, user_path
+from data.base import DataConfig
+from data.folders import data_root, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.pool import worker_count
 from data.text.corpus import BORDERS, Corpus, open_corpus

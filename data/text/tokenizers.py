@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data.base import data_root, user_path
+from data.folders import data_root, user_path
 from data.hub import configure_hub
 from lion.config import ConfigError, nearest
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from PIL import Image
 
-from data.base import user_path, walk
+from data.base import walk
+from data.folders import user_path
 from data.hub import check_names, configuration, import_datasets, is_saved, load_saved, readable
 from data.splits import TEST, VAL, by_split, canonical
 from data.vision.imagefolder import HOW, build_folders

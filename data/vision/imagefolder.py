@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 from PIL import Image
 
-from data.base import find_root, is_hidden, say_once, walk
+from data.base import is_hidden, say_once, walk
+from data.folders import PLACED, find_root
 from data.splits import split_named
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from data.vision.sources import is_picture
@@ -23,10 +24,6 @@ from lion.config import ConfigError, nearest
 from lion.samples.base import Splits
 
 log = logging.getLogger("lion")
-HOW = (
-    "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only ROOT/train/CLASS/*.jpg "
-    "or ROOT/CLASS/*.jpg"
-)
 
 
 @dataclass
@@ -40,7 +37,7 @@ class ImageFolder(Pictures):
     Config = FolderConfig
 
     def build(self) -> Splits:
-        return build_folders(self.config, find_root(self.config, "imagefolder", HOW), HOW)
+        return build_folders(self.config, find_root("imagefolder", self.config.root), PLACED["imagefolder"])
 
 
 def build_folders(

@@ -7,16 +7,12 @@ from dataclasses import dataclass, replace
 
 from torchvision.models import ResNet18_Weights
 
-from data.base import find_root
+from data.folders import PLACED, find_root
 from data.vision.imagefolder import build_folders
 from data.vision.images import PictureConfig, Pictures, published_info
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
 
-HOW = (
-    "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "
-    "validation images into ROOT/val/WNID/*.JPEG"
-)
 NAMES = tuple(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])  # in the order of the sorted wnids
 WNIDS = "385e0240499426c022b773be1ae4da780f057b89c9694c7f47199f62746b6edd"  # SHA-256 of the sorted wnids, one per line
 
@@ -33,7 +29,7 @@ class ImageNet(Pictures):
     Config = ImageNetConfig
 
     def build(self) -> Splits:
-        splits = build_folders(self.config, find_root(self.config, "imagenet", HOW), HOW)
+        splits = build_folders(self.config, find_root("imagenet", self.config.root), PLACED["imagenet"])
         return splits._replace(info=replace(splits.info, classes=named(splits.info.classes)))
 
     def published(self) -> tuple[ImageInfo, int]:

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from data.base import DataConfig, DataSet, find_root
+from data.base import DataConfig, DataSet
+from data.folders import PLACED, find_root
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo, numbered
 
 MANIFEST = "latents.json"
 PROBES = 64  # latents of a split whose values are part of the fingerprint
-HOW = f'expected train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and {MANIFEST}, {{"scale": .., "classes": [..]}}'
 
 
 @dataclass
@@ -41,14 +41,16 @@ class Latents(DataSet):
     Config, Info = LatentsConfig, ImageInfo
 
     def build(self) -> Splits:
-        root = find_root(self.config, self.config.name, HOW)
+        root = find_root("latents", self.config.root)
         try:
             held = json.loads((root / MANIFEST).read_text())
             scale, classes = float(held["scale"]), tuple(map(str, held["classes"]))
             if not 0 < scale < math.inf or not isinstance(held["classes"], list):
                 raise ValueError("no scale above 0, or no list of classes")
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{root / MANIFEST}: not a manifest of latents ({type(error).__name__}); {HOW}") from None
+            raise ConfigError(
+                f"{root / MANIFEST}: not a manifest of latents ({type(error).__name__}); {PLACED['latents']}"
+            ) from None
         train, val = (read(root, split, classes) for split in ("train", "val"))
         flipped = read_flipped(root, train[0]) if self.config.flip else None
         shape = train[0].shape[1:]
@@ -140,7 +142,7 @@ def opened(path: Path) -> np.ndarray:
         return array
     except (OSError, ValueError, EOFError) as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else "not a NumPy array"
-        raise ConfigError(f"{path}: {why}; {HOW}") from None
+        raise ConfigError(f"{path}: {why}; {PLACED['latents']}") from None
 
 
 def found(array: np.ndarray) -> str:

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionDataset
 
-from data.base import data_root, locked, user_path
+from data.base import locked
+from data.folders import data_root, user_path
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits

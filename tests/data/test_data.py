@@ -20,7 +20,8 @@ from torchvision.transforms import v2
 
 import data
 from data import pool
-from data.base import DataConfig, DataSet, data_root, locked
+from data.base import DataConfig, DataSet, locked
+from data.folders import data_root
 from data.hub import configuration
 from data.splits import split_of
 from data.vision import torchvision_sets

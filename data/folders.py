@@ -1,0 +1,46 @@
+"""Folders of data: the data root, and data sets whose files a person puts there. Needs no PyTorch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lion.config import ConfigError
+
+PLACED = {  # by name, how to get the files
+    "imagefolder": (
+        "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only "
+        "ROOT/train/CLASS/*.jpg or ROOT/CLASS/*.jpg"
+    ),
+    "imagenet": (
+        "get ILSVRC2012 from https://image-net.org/download, unpack it to ROOT/train/WNID/*.JPEG and sort the "
+        "validation images into ROOT/val/WNID/*.JPEG"
+    ),
+    "latents": (
+        'expected train.npy, val.npy (N, C, H, W), *_labels.npy (N,) and latents.json, {"scale": .., "classes": [..]}'
+    ),
+}
+
+
+def data_root() -> Path:
+    """Return the data root: `$LION_DATA`, else `lion` in the user's cache folder."""
+    if os.environ.get("LION_DATA"):
+        return user_path(os.environ["LION_DATA"])
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lion"
+
+
+def user_path(path: str) -> Path:
+    """Return a path with `~` expanded to the home folder; `~` of an unknown user stays unchanged."""
+    return Path(os.path.expanduser(path))
+
+
+def find_root(name: str, root: str | None) -> Path:
+    """Return the folder of a data set of `PLACED`: `root`, by default its folder under the data root.
+
+    Raises:
+        ConfigError: The folder is missing. The message names the folder, its settings, and how to get the data.
+    """
+    folder = user_path(root) if root else data_root() / name
+    if not folder.is_dir():
+        raise ConfigError(f"data set '{name}': no folder {folder} (set data.root=PATH or $LION_DATA); {PLACED[name]}")
+    return folder
