@@ -51,10 +51,10 @@ def check(name: str, args: Namespace) -> None:
         ConfigError: There is no such recipe, key or folder.
     """
     from tools.keys import check_folder, check_keys
-    from tools.listing import recipe_path
+    from tools.listing import complete_recipe, recipe_path
 
     if COMMANDS[name].synopsis.startswith("RECIPE [key=value"):
-        path = recipe_path(args.recipe)
+        path = complete_recipe(args.recipe)
         check_keys(path, args.overrides)
         if name != "show":  # which takes published numbers
             check_folder(path, args.overrides)

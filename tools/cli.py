@@ -53,6 +53,10 @@ class Parser(argparse.ArgumentParser):
             settings.setdefault("default", [])  # without a default, argparse lists the argument as required
         return super().add_argument(*names, **settings)
 
+    def flag(self, name: str, help: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, action="store_true", help=help)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}, {nearest(value, action.choices)}")

@@ -29,7 +29,7 @@ from lion.tasks.metrics import Metric
 from lion.teachers import open_teacher
 from lion.trainer.plan import Plan
 from lion.trainer.state import time_text
-from tools.listing import RECIPES, recipe_path
+from tools.listing import complete_recipe
 
 FEWEST, FEWEST_FROM_TRAINED = 500, 50  # updates with which a run can be expected to learn
 LATEST = 0.25  # share of a run in which the learning rate may rise
@@ -46,13 +46,7 @@ def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises:
         ConfigError: There is no such file, or the recipe is invalid.
     """
-    path = recipe_path(path)
-    if Path(os.path.realpath(path)).parent == RECIPES / "base":
-        name = Path(path).name
-        raise ConfigError(
-            f"{path}: a base of several recipes, not a recipe; use a recipe that has 'extends: base/{name}'"
-        )
-    return load_recipe(path, overrides, data_config=data_config)
+    return load_recipe(complete_recipe(path), overrides, data_config=data_config)
 
 
 def data_config(name: str, task: str) -> type:
@@ -285,7 +279,8 @@ def doubts(recipe: Recipe, plan: Plan) -> list[str]:
     fewest = FEWEST if new else FEWEST_FROM_TRAINED
     if plan.total is not None and plan.total < fewest:
         size = recipe.trainer.batch_size
-        found.append(f"only {plan.total:,} updates: set more trainer.epochs, or trainer.batch_size below {size:,}")
+        count = f"{plan.total:,} update{'s' * (plan.total > 1)}"
+        found.append(f"only {count}: set more trainer.epochs, or trainer.batch_size below {size:,}")
     if plan.length > plan.warmup > LATEST * plan.length:
         share = f"{plan.warmup / plan.length:.0%}"
         found.append(f"the learning rate reaches its peak after {share} of the run: set schedule.warmup=5%")

@@ -16,7 +16,6 @@ from lion.trainer.checkpoint_files import CONSOLIDATED, MANIFEST, load_state, ne
 from lion.trainer.checkpointer import TENSORS
 from lion.trainer.parallel import join_shards
 from tools import options
-from tools.cli import run_command
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +45,3 @@ def sweep(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in (CONSOLIDATED, MANIFEST):
             path.unlink()
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -48,7 +48,7 @@ from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools import options
-from tools.cli import check_folder, run_command, say, table
+from tools.cli import check_folder, say, table
 from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 from tools.probe import device_name, stamp
@@ -325,7 +325,3 @@ def show(rows: list[Row], features: Any, real: Pictures) -> None:
 def as_text(value: float, half: float, percent: bool) -> str:
     scale = 100 if percent else 1
     return f"{scale * value:.2f} ± {scale * half:.2f}"
-
-
-if __name__ == "__main__":
-    run_command(main)

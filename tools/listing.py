@@ -81,6 +81,20 @@ def recipe_path(name: str | Path) -> Path:
     raise ConfigError(f"{name}: no such recipe, {nearest(str(name), names, './run.sh list prints the recipes')}")
 
 
+def complete_recipe(name: str | Path) -> Path:
+    """Return the file of a recipe that can be trained, as `recipe_path` does.
+
+    Raises:
+        ConfigError: There is no such recipe, or it is a base of others.
+    """
+    path = recipe_path(name)
+    if Path(os.path.realpath(path)).parent == RECIPES / "base":
+        raise ConfigError(
+            f"{path}: a base of several recipes, not a recipe; use a recipe that has 'extends: base/{path.name}'"
+        )
+    return path
+
+
 def main(argv: list[str]) -> int:
     args = options.list_recipes(argv)
     if args.mixers:

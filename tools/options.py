@@ -53,13 +53,13 @@ def add_rounds(parser: Parser, *, rounds: int, seconds: int, of: str) -> None:
     parser.add_argument("--rounds", type=count, default=rounds)
     parser.add_argument("--seconds", type=count, default=seconds, help=f"time limit for the rounds of {of}")
     parser.add_argument("--threads", type=count)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.flag("--eager", "without torch.compile")
 
 
 def add_results(parser: Parser) -> None:
     """Add the options of stored results."""
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the results (default: {OUT})")
-    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
+    parser.flag("--fresh", "discard earlier results")
 
 
 def read_mesh(text: str) -> tuple[int, int]:
@@ -81,14 +81,8 @@ def names(text: str) -> list[str]:
 def train(argv: list[str]) -> Namespace:
     parser = parser_of("train")
     add_recipe(parser)
-    parser.add_argument(
-        "--fresh", action="store_true", help="rename the folder of an earlier run of this name, and start anew"
-    )
-    parser.add_argument(
-        "--no-eval",
-        action="store_true",
-        help="train without the final evaluation; the same command without this option evaluates later",
-    )
+    parser.flag("--fresh", "rename the folder of an earlier run of this name, and start anew")
+    parser.flag("--no-eval", "train without the final evaluation; the same command without this option evaluates later")
     parser.add_argument("--form", choices=EVERY_FORM, default="all", help="form of the final evaluation (default: all)")
     parser.add_argument(
         "--processes", type=count, help="processes on this machine (default: as many visible GPUs as divide the batch)"
@@ -96,9 +90,7 @@ def train(argv: list[str]) -> Namespace:
     parser.add_argument("--nodes", type=count, default=1, help="machines, each of which gets the same command")
     parser.add_argument("--head", metavar="HOST:PORT", help="one of these machines, and a free port of it")
     parser.add_argument("--restarts", type=count, default=0, help="restarts after a process or a machine has died")
-    parser.add_argument(
-        "--eager", action="store_true", help="train without torch.compile; same as trainer.compile=false"
-    )
+    parser.flag("--eager", "train without torch.compile; same as trainer.compile=false")
     return parser.parse_intermixed_args(argv)
 
 
@@ -125,8 +117,8 @@ def evaluate(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--split", choices=("test", "val"), help="split of the data (default: test, or val if there is no test split)"
     )
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.flag("--ema", "use the averaged weights")
+    parser.flag("--eager", "do not use torch.compile")
     parser.add_argument(
         "--lengths", type=counts, help="evaluate text in windows of these numbers of tokens, such as 256,512"
     )
@@ -151,7 +143,7 @@ def list_recipes(argv: list[str]) -> Namespace:
         metavar="pattern",
         help="parts of a name or row, in any order, or a pattern such as *lion_s*",
     )
-    parser.add_argument("--mixers", action="store_true", help="list the mixers of layers instead of the recipes")
+    parser.flag("--mixers", "list the mixers of layers instead of the recipes")
     return parser.parse_args(argv)
 
 
@@ -173,10 +165,8 @@ def predict(argv: list[str]) -> Namespace:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+", metavar="FILE|FOLDER|SENTENCE")
     parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
-    parser.add_argument(
-        "--eager",
-        action="store_true",
-        help=f"do not use torch.compile, as for masked language models, and below {COMPILED_FROM} samples",
+    parser.flag(
+        "--eager", f"do not use torch.compile, as for masked language models, and below {COMPILED_FROM} samples"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all predictions to FILE.csv or FILE.json")
     parser.add_argument(
@@ -217,7 +207,7 @@ def generate(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--processes", type=count, default=1, help="processes on this machine that read the prompts together"
     )
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.flag("--eager", "do not use torch.compile")
     return parser.parse_intermixed_args(argv)
 
 
@@ -240,9 +230,9 @@ def sample(argv: list[str]) -> Namespace:
     parser.add_argument("--form", choices=FORMS, help="form of the model (default: the form it has)")
     parser.add_argument("--chunk-size", type=count, help="tokens per chunk (form chunk) or per step (form rnn)")
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="best")
-    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
+    parser.flag("--raw", "use the weights as trained, not their average")
     parser.add_argument("--batch", type=count, default=64, help="most images per batch (default: 64)")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile; pays off for many images")
+    parser.flag("--compile", "use torch.compile; pays off for many images")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.png", help="file to write (default: samples.png in the folder of the run)"
     )
@@ -276,8 +266,8 @@ def distance(argv: list[str]) -> Namespace:
         "--keep", type=Path, metavar="FOLDER", help="folder that stores generated images, for use in later calls"
     )
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="best")
-    parser.add_argument("--raw", action="store_true", help="use the weights as trained, not their average")
-    parser.add_argument("--eager", action="store_true", help="do not use torch.compile")
+    parser.flag("--raw", "use the weights as trained, not their average")
+    parser.flag("--eager", "do not use torch.compile")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help=f"file of the scores (default for a run: {FIGURES} in its folder)"
     )
@@ -293,20 +283,14 @@ def glue(argv: list[str]) -> Namespace:
     parser.add_argument("--recipe", required=True, help="a row of Table 8 (tools/glue/tables): bert24, m2_base, ..")
     parser.add_argument("--tasks", type=names, default=list(GLUE_TASKS), help=f"some of {','.join(GLUE_TASKS)}")
     parser.add_argument("--seeds", type=count, help="number of seeds of each task (default: as published, 1 to 5)")
-    parser.add_argument(
-        "--no-mnli", action="store_true", help="start rte, mrpc and stsb from RUN, not from the run of mnli"
-    )
-    parser.add_argument(
-        "--cited",
-        action="store_true",
-        help="use the values of the files that Table 8 cites, where they differ from Table 8",
-    )
+    parser.flag("--no-mnli", "start rte, mrpc and stsb from RUN, not from the run of mnli")
+    parser.flag("--cited", "use the values of the files that Table 8 cites, where they differ from Table 8")
     parser.add_argument(
         "--jobs", type=count, help="runs at a time (default: one per visible GPU; without GPUs, one per two cores)"
     )
     parser.add_argument("--name", type=file_name, help="name of the folder of these runs (default: the recipe)")
     parser.add_argument("--tokenizer", help="tokenizer of RUN, needed if the data of RUN are gone")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
+    parser.flag("--dry-run", "print the plan and its cost, without training")
     return parser.parse_intermixed_args(argv)
 
 
@@ -337,7 +321,7 @@ def bench_train(argv: list[str]) -> Namespace:
     parser.add_argument("--matmul", choices=MATMUL, default="highest", help="float32 products, see trainer.matmul")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="overrides of every recipe")
     add_rounds(parser, rounds=9, seconds=900, of="a size")
-    parser.add_argument("--plain", action="store_true", help="also time the same GPT in plain eager PyTorch")
+    parser.flag("--plain", "also time the same GPT in plain eager PyTorch")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of another shape, timed in the same rounds")
     add_results(parser)
     return parser.parse_intermixed_args(argv)
@@ -382,7 +366,7 @@ def bench_gpu(argv: list[str]) -> Namespace:
     parser.add_argument("--batch", type=count, help="samples (default: operators 4, steps about 50,000 tokens)")
     parser.add_argument("--heads", type=count, default=6, help="heads of operators")
     parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
-    parser.add_argument("--compile", action="store_true", help="compile all kernels to cubins for sm_80 and sm_90")
+    parser.flag("--compile", "compile all kernels to cubins for sm_80 and sm_90")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the recipes' own models")
     add_results(parser)
     return parser.parse_args(argv)
@@ -399,9 +383,7 @@ def bench_clock(argv: list[str]) -> Namespace:
     parser.add_argument("--dim", type=count, default=64, help="head dimension")
     parser.add_argument("--rounds", type=count, default=9)
     parser.add_argument("--kernels", choices=("graph", "triton"), default="graph", help="kernels of scalar decays")
-    parser.add_argument(
-        "--autotune", action="store_true", help="time kernels for every matrix product, and take the fastest"
-    )
+    parser.flag("--autotune", "time kernels for every matrix product, and take the fastest")
     add_results(parser)
     return parser.parse_args(argv)
 
@@ -413,7 +395,7 @@ def bench_sequence(argv: list[str]) -> Namespace:
     parser.add_argument("--mixer", default="lion_s", help="a linear mixer (default: lion_s)")
     parser.add_argument("--heads", type=count, default=1, help="heads of the measured layer")
     parser.add_argument("--dim", type=count, default=64, help="dimension of a head")
-    parser.add_argument("--no-measure", action="store_true", help="print the arithmetic alone")
+    parser.flag("--no-measure", "print the arithmetic alone")
     add_results(parser)
     return parser.parse_args(argv)
 
@@ -424,7 +406,7 @@ def convert(argv: list[str]) -> Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
+    parser.flag("--ema", "use the averaged weights")
     return parser.parse_intermixed_args(argv)
 
 
@@ -437,9 +419,9 @@ def export(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--length", type=count, metavar="N", help="tokens that the longest input of the program has at least"
     )
-    parser.add_argument("--step", action="store_true", help="a step of a causal language model, from state to state")
+    parser.flag("--step", "a step of a causal language model, from state to state")
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="best")
-    parser.add_argument("--ema", action="store_true", help="use the averaged weights")
+    parser.flag("--ema", "use the averaged weights")
     return parser.parse_intermixed_args(argv)
 
 
@@ -452,7 +434,7 @@ def report(argv: list[str]) -> Namespace:
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of the report")
     parser.add_argument("--name", type=file_name, help="of the report's files (default: by the task, or the first run)")
     parser.add_argument("--notes", type=Path, help="Markdown file to append to the report")
-    parser.add_argument("--fresh", action="store_true", help="replace an existing report of other runs")
+    parser.flag("--fresh", "replace an existing report of other runs")
     return parser.parse_intermixed_args(argv)
 
 
@@ -474,9 +456,9 @@ def paper(argv: list[str]) -> Namespace:
         help="other data in place of the data set NAME of the recipes",
     )
     parser.add_argument("--out", type=Path, default=Path("reports"), help="folder of paper.md and paper.json")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and its cost, without training")
-    parser.add_argument("--save", action="store_true", help="with --dry-run: write the estimated hours on the page")
-    parser.add_argument("--no-runs", action="store_true", help="only write the page from the stored results")
+    parser.flag("--dry-run", "print the plan and its cost, without training")
+    parser.flag("--save", "with --dry-run: write the estimated hours on the page")
+    parser.flag("--no-runs", "only write the page from the stored results")
     return parser.parse_args(argv)
 
 
@@ -489,13 +471,13 @@ def consolidate(argv: list[str]) -> Namespace:
 def conform(argv: list[str]) -> Namespace:
     parser = parser_of("conform")
     parser.add_argument("layer", help="MODULE:CLASS or FILE.py:CLASS; a function that returns a layer will do")
-    parser.add_argument("--causal", action="store_true", help="also check that no output depends on later tokens")
+    parser.flag("--causal", "also check that no output depends on later tokens")
     parser.add_argument("--init", default="", metavar="NAME=VALUE,..", help="arguments of the constructor")
     parser.add_argument("--dim", type=count, help="width D of the tokens, where it cannot be inferred")
     parser.add_argument(
         "--adapter", type=Path, metavar="FILE.py", help="file with `adapt(layer)`: how to call the layer"
     )
-    parser.add_argument("--eager", action="store_true", help="leave out the check that compiles, the longest one")
+    parser.flag("--eager", "leave out the check that compiles, the longest one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measured values and limits to this file")
     return parser.parse_args(argv)
 

@@ -29,7 +29,7 @@ from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools import options
-from tools.cli import choose_form, run_command, say, table
+from tools.cli import choose_form, say, table
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill
 
@@ -185,7 +185,3 @@ def answer(loaded: LoadedRun, source: DataSet, samples: list[Sample], size: int,
         outputs = loaded.task.outputs(loaded.model, batch)[: len(samples)].float().cpu()
     check_finite(outputs, loaded.folder)
     return loaded.task.describe(outputs, top)
-
-
-if __name__ == "__main__":
-    run_command(main)

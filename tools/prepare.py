@@ -8,7 +8,6 @@ An interrupted preparation is resumed.
 from __future__ import annotations
 
 from tools import options
-from tools.cli import run_command
 from tools.compose import open_data, resolve
 from tools.labels import check_labels, check_pixels
 
@@ -23,7 +22,3 @@ def main(argv: list[str]) -> int:
     if args.check_labels:
         print(check_labels(source.build(), args.check_labels))
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

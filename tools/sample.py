@@ -29,7 +29,7 @@ from lion.tasks.diffusion import to_bytes
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools import options
-from tools.cli import check_folder, choose_form, run_command, say
+from tools.cli import check_folder, choose_form, say
 from tools.compose import check_finite
 from tools.image_sources import open_diffusion
 
@@ -124,7 +124,3 @@ def keep(out: Path, x: Tensor, columns: int) -> None:
     large = to_bytes(x).repeat_interleave(times, -1).repeat_interleave(times, -2)
     grid = to_pil_image(make_grid(large, nrow=columns, pad_value=255))
     write_atomic(out, lambda file: grid.save(file, "PNG"))
-
-
-if __name__ == "__main__":
-    run_command(main)

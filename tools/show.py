@@ -18,7 +18,6 @@ from lion.trainer.plan import Plan, make_plan
 from tools import options
 from tools.bench.floors import published_flops
 from tools.checks import check_sharing, checkpoint_bytes
-from tools.cli import run_command
 from tools.compose import describe_data, describe_warmup, doubts, make_task, open_data, process_count, resolve
 from tools.cost import describe_time
 from tools.listing import claim
@@ -38,16 +37,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def show(path: str, overrides: list[str], processes: int | None = None, mesh: Mesh | None = None) -> str:
-    """Return the recipe resolved in full, then its cost on this machine (time, memory, disk).
-
-    With a mesh, memory and time are estimates for its GPUs.
-    """
-    return "\n".join(parts(path, overrides, processes, mesh))
-
-
 def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | None) -> Iterator[str]:
-    """Yield the text of `show` piece by piece: what is measured comes last, where a terminal still shows it."""
+    """Yield a recipe resolved in full, then its cost on this machine (time, memory, disk), piece by piece.
+
+    With a mesh, memory and time are estimates for its GPUs. What is measured comes last, where a terminal shows it.
+    """
     given = recipe = resolve(path, overrides)
     if mesh is not None and processes is not None:
         raise ConfigError(f"--processes: a mesh has {mesh.gpus}, leave it out")
@@ -151,7 +145,3 @@ def describe_batch(plan: Plan, processes: int, sharing: int) -> str:
     groups = f"{processes} processes" if sharing == 1 else f"{processes // sharing} groups of {sharing} processes"
     rows = "" if sharing == 1 else "; the processes of a group share the tokens of each row"
     return f"{plan.trainer.batches()} = {groups} x {plan.accumulation} accumulated x {plan.micro}{rows}"
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -287,8 +287,6 @@ def train(
             print(chosen)
         if classes := getattr(splits.info, "classes", ()):
             print(describe_classes(classes))
-        for doubt in doubts(recipe, plan):
-            say(f"warning: {doubt}")
         if hint := slow_precision(recipe.trainer.precision, runtime.device):
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
@@ -296,7 +294,13 @@ def train(
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=workers)
 
     def describe(state: RunState) -> None:
-        """Store recipe and environment, now that all checks have passed; a complete run has them already."""
+        """Warn of doubts, and store recipe and environment, now that all checks have passed.
+
+        A complete run has them already.
+        """
+        if runtime.main and not state.step:
+            for doubt in doubts(recipe, plan):
+                say(f"warning: {doubt}")
         if runtime.main and not state.finished:
             describe_folder(recipe, made_by, runtime.device)
             source.keep(recipe.folder)

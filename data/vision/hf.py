@@ -12,10 +12,10 @@ from typing import Any
 from PIL import Image
 
 from data.base import walk
-from data.folders import user_path
+from data.folders import PLACED, user_path
 from data.hub import check_names, configuration, import_datasets, is_saved, load_saved, readable
 from data.splits import TEST, VAL, by_split, canonical
-from data.vision.imagefolder import HOW, build_folders
+from data.vision.imagefolder import build_folders
 from data.vision.images import PictureConfig, Pictures, build_pictures, open_picture
 from lion.config import ConfigError, nearest, setting
 from lion.samples.base import Splits
@@ -54,7 +54,7 @@ class HubPictures(Pictures):
         if config.path and is_image_folder(path):
             train = None if config.train == "train" else config.train
             names = {"train": train, "validation": config.val, "test": config.test}
-            return build_folders(config, path / (config.subset or ""), HOW, names)
+            return build_folders(config, path / (config.subset or ""), PLACED["imagefolder"], names)
         found = load_splits(config)
         names = list(found)
         train = pick(config, "train", config.train, names)

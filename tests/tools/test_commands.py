@@ -44,7 +44,7 @@ from tools.gpu.targets import TARGETS
 from tools.keys import SOURCES, check_keys, names_in
 from tools.listing import RECIPES, listing, recipe_files, recipe_names, recipe_path
 from tools.mixers import mixer_rows, mixer_table
-from tools.show import activation_bytes, parts, show
+from tools.show import activation_bytes, parts
 
 pytest.importorskip("sklearn")
 
@@ -596,7 +596,7 @@ def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
 
 
 def test_a_warm_up_beyond_the_end_is_said(tmp_path):
-    text = show(str(tiny_recipe(tmp_path, schedule={"warmup": 7})), [])
+    text = "\n".join(parts(str(tiny_recipe(tmp_path, schedule={"warmup": 7})), [], None, None))
     assert "7 steps of warm-up, but the run ends earlier: the peak is not reached" in text
 
 
