@@ -106,12 +106,13 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     fields = {f.name: f for f in dataclasses.fields(schema)}
     hints = hints_of(schema)
     if issubclass(schema, Section):
-        hints = hints | schema.types(values)
+        hints = {**hints, **schema.types(values)}
+    replaced: Mapping[str, str] = getattr(schema, "replaced", {})
     for name in values:
-        if name in getattr(schema, "replaced", ()):
+        if name in replaced:
             if values[name] is None:  # in the stored recipe of a run
                 continue
-            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {schema.replaced[name]}")
+            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {replaced[name]}")
         if name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
             likely = nearest(name, fields)
@@ -134,7 +135,7 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
         raise ConfigError(f"{source(key)}: {join(key, error)}") from None
 
 
-def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
+def keys_named(name: str, schema: Any, values: Any, key: str) -> Iterator[str]:
     """Yield the dotted keys of all fields called `name` in the sections below `schema`.
 
     A section of `values` that is built already is searched by its own class.
@@ -144,7 +145,7 @@ def keys_named(name: str, schema: type, values: Any, key: str) -> Iterator[str]:
             value = values.get(section)
         else:
             value = getattr(values, section, None)
-        kind = hint
+        kind: Any = hint
         if dataclasses.is_dataclass(value):
             kind = type(value)
         if dataclasses.is_dataclass(kind):
@@ -173,20 +174,20 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        error = None
+        errors = []
         options = [a for a in args if a is not type(None)]
         for option in sorted(options, key=lambda a: a is str):
             try:
                 return convert(option, value, source=source, key=key)
             except ConfigError as e:
-                error = error or e
-        raise error
+                errors.append(e)
+        raise errors[0]
     if dataclasses.is_dataclass(hint):
-        return build(hint, value, source=source, key=key)
+        return build(typing.cast(type, hint), value, source=source, key=key)
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{source(key)}: {key}: expected a list such as [{value}, {value}], got {value!r}")
-        kinds = args
+        kinds: typing.Sequence[Any] = args
         if origin is list or Ellipsis in args:
             kinds = [args[0]] * len(value)
         if len(kinds) != len(value):
@@ -263,10 +264,11 @@ def check_settings(config: Any) -> None:
     Raises:
         ValueError: A field is of another type, not one of its choices, or out of range.
     """
-    hints = hints_of(type(config))
+    kind: type = type(config)
+    hints = hints_of(kind)
 
     def source(key: str) -> str:
-        return type(config).__name__
+        return kind.__name__
 
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)

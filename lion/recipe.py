@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def folder(self) -> Path:
-        return Path(self.run.root).expanduser() / self.run.name
+        return Path(self.run.root).expanduser() / str(self.run.name)
 
 
 def load_recipe(

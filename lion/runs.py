@@ -205,9 +205,7 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     if len(left) > len(own) // 2:
         place = next((name for name in left if name in state["model"]), left[0])
         here = tuple(own[place].shape)
-        there = "missing"
-        if place in state["model"]:
-            there = tuple(state["model"][place].shape)
+        there = shape_of(state["model"].get(place))
         example = f"{place} is {here} here and {there} there"
         other = other_shape(recipe.model, getattr(model, "config", None))
         if other:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.config import ConfigError
+from lion.models.base import ImageClassifier
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.tasks.image_classification import ImageClassification
@@ -24,6 +25,9 @@ class Teacher(nn.Module):
         model: A model from normalised images (B, channels, height, width) to logits (B, classes).
         mean, std: Mean and standard deviation of each channel, for pixels in [0, 1].
     """
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -56,6 +60,7 @@ def open_run_as_teacher(name: str, info: ImageInfo) -> Teacher:
             f"task.teacher: {name} is a run of {loaded.recipe.task.name!r}, expected image_classification"
         )
     model = loaded.model
+    assert isinstance(model, ImageClassifier)  # as every model of this task
     if model.classes != info.classes:
         raise ConfigError(f"task.teacher: {name} was trained on {len(model.classes)} other classes")
     shape = (info.channels, *info.size)

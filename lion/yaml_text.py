@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         seen = set()
-        pairs = ()
+        pairs: list[tuple[yaml.Node, yaml.Node]] = []
         if isinstance(node, yaml.MappingNode):
             pairs = node.value
         for key_node, _ in pairs:

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.models.gpt import GPT
 from lion.samples.base import Batch
-from lion.tasks.base import Outcome
+from lion.tasks.base import Outcome, unwrapped
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
 from lion.tasks.metrics import Metric, MetricOfRows
 
@@ -55,12 +56,12 @@ class MultipleChoice(CausalLM):
         return PLAIN, PER_BYTE, PER_TOKEN
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        score = log_likelihoods(model, batch)
+        score = log_likelihoods(unwrapped(model, GPT), batch)
         rows = {name: batch[name] for name in ("bytes", "tokens_of_choice", "question", "choice", "right")}
         return Outcome({}, score, {"score": score, "one": torch.ones_like(score), **rows})
 
 
-def log_likelihoods(model: nn.Module, batch: Batch) -> Tensor:
+def log_likelihoods(model: GPT, batch: Batch) -> Tensor:
     """Compute log-likelihoods in nats (B,), float64, of the choice at the end of each row, conditioned on its text."""
     tokens = batch["tokens"]
     segments = batch["segments"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,12 +74,22 @@ class Measured:
         value = self.totals.values(Runtime(self.deviation.device))[metric.name]
         return {metric.title: metric.text(value), "samples/s": rate(samples, self.seconds)}
 
+    def add_peak(self, peak: int | None) -> None:
+        """Add the peak memory of a call, None if it is unknown."""
+        if peak is not None:
+            self.peak = peak if self.peak is None else max(self.peak, peak)
+
     def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
         """Add a batch: its outcome, the outputs of the reference form (B, ..), and the mask of real samples (B,)."""
         self.totals.add(outcome, mask)
         for own, other, real in zip(outcome.outputs, reference, mask.tolist()):  # one by one: outputs of text are large
             if real:
                 self.deviation = torch.maximum(self.deviation, (own - other).abs_().max())
+
+
+def keep(run: Callable[[], Outcome], outcomes: list[Outcome]) -> None:
+    """Run a call, and keep its outcome."""
+    outcomes.append(run())
 
 
 def measure(
@@ -109,7 +119,7 @@ def measure(
     for batch in batches:
         batch = to_device(batch, runtime.device)
         once = partial(forward, batch)
-        outcomes = []
+        outcomes: list[Outcome] = []
         shapes = tuple(x.shape for x in batch.values())  # padded text has several shapes
         new = shapes not in seen
         seen.add(shapes)
@@ -120,10 +130,8 @@ def measure(
                 with shown.paused():  # compilation is not timed
                     once()
                     peak = tensor_peak(once, runtime.device)
-                if measured.peak is not None:
-                    peak = max(measured.peak, peak)
-                measured.peak = peak
-            measured.seconds += seconds(lambda run=once, to=outcomes: to.append(run()), runtime.device)
+                measured.add_peak(peak)
+            measured.seconds += seconds(partial(keep, once, outcomes), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
             shown.update()

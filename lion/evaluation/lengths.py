@@ -72,7 +72,7 @@ class Windows:
     def __iter__(self) -> Iterator[Batch]:
         text = self.text
         length = self.length
-        starts = np.arange(text.count // length) * length
+        starts: np.ndarray = np.arange(text.count // length) * length
         for first in range(0, len(starts), self.size):
             some = starts[first : first + self.size]
             real = torch.arange(self.size) < len(some)  # all batches have the same shape

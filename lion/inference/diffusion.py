@@ -22,8 +22,8 @@ def linear(count: int) -> Tensor:
 
 def cosine(count: int) -> Tensor:
     """Return the variances of Improved DDPM (2102.09672): the remaining signal follows a squared cosine."""
-    left = [math.cos((i / count + 0.008) / 1.008 * math.pi / 2) ** 2 for i in range(count + 1)]
-    left = torch.tensor(left, dtype=torch.float64)
+    cosines = [math.cos((i / count + 0.008) / 1.008 * math.pi / 2) for i in range(count + 1)]
+    left = torch.tensor(cosines, dtype=torch.float64).square()
     variances = 1 - left[1:] / left[:-1]
     return variances.clamp(max=0.999)
 
@@ -110,7 +110,7 @@ class Process:
             fresh = eta * math.sqrt((1 - left) / (1 - alphas_cumprod) * (1 - alphas_cumprod / left))
             rest = max(0.0, 1 - left - fresh**2)
             x = math.sqrt(left) * start + math.sqrt(rest) * noise
-            if fresh:
+            if fresh and draw is not None:
                 x = x + fresh * draw(step)
             after_step()
         return x

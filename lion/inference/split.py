@@ -13,7 +13,6 @@ runs the messages of two processes in one order, so that each could wait for a m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lion.models.gpt import GPT, GPTState
 
 
 @torch.inference_mode()
-def read_in_turn(model: GPT, rows: Sequence[Sequence[int]], group: dist.ProcessGroup) -> tuple[Tensor, GPTState]:
+def read_in_turn(model: GPT, rows: list[list[int]], group: dist.ProcessGroup) -> tuple[Tensor, GPTState]:
     """Compute the logits (B, vocabulary) after rows, and the state after them, in all processes of a group.
 
     Every process calls this function with the same model, in evaluation mode, and the same rows.
@@ -65,7 +64,8 @@ def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain
     x = model.embed(tokens)
     layout = Layout.after(x, position, valid)
     x = model.embedded(x, layout)
-    for number, stage in enumerate(model.encoder.stages):
+    stages: list[Any] = model.encoder.stages
+    for number, stage in enumerate(stages):
         x, state = stage.step(x, chain.receive(number), valid=valid)
         chain.send(number, state)
     x = model.encoder.norm(x, Layout.of(x, valid))
@@ -108,7 +108,8 @@ class Chain:
         target = (self.group.rank() + 1) % self.group.size()
         self.sent = [(work, kept) for work, kept in self.sent if not work.is_completed()]  # a message lives until then
         work = dist.isend(packed, group=self.group, group_dst=target)
-        self.sent.append((work, packed))
+        if work is not None:  # as for every process of the group
+            self.sent.append((work, packed))
 
     def shared(self, owner: int) -> list[Any]:
         """Return the states of one process, in all of them."""

@@ -211,7 +211,7 @@ def rows_of(model: GPT, prompts: Any) -> list[list[int]]:
         if not isinstance(row, (list, tuple)):
             raise ValueError(f"prompts: expected the token ids of each prompt, such as [[1, 2, 3]], got {row!r} in it")
         for token in row:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < vocabulary:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocabulary:
                 raise ValueError(f"prompts: expected token ids from 0 to {vocabulary - 1}, got {token!r}")
     if not rows or not all(rows):
         raise ValueError("prompt: expected at least one token")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
 
 class Unreadable(Exception):
     """An unreadable sample of a data set. The message names the file and the reason."""
+
+
+class Split(Protocol):
+    """A split of a data set: samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class DeviceDataset(Dataset, ABC):
@@ -51,13 +59,13 @@ class Splits(NamedTuple):
             data have no fingerprint.
     """
 
-    train: Dataset
-    val: Dataset
-    test: Dataset | None
+    train: Split
+    val: Split
+    test: Split | None
     info: Info
     collate: Callable[[list[Any]], Batch] = default_collate
     order: Order = Shuffled()
-    more: Mapping[str, Dataset] = MappingProxyType({})
+    more: Mapping[str, Split] = MappingProxyType({})
     fingerprint: str | None = None
 
 

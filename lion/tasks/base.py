@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from lion.models import base as models
 from lion.samples import base as samples
 from lion.samples.base import Batch
 from lion.tasks.metrics import Metric
+
+_Kind = TypeVar("_Kind", bound=nn.Module)
 
 
 class Sums(NamedTuple):
@@ -151,16 +153,16 @@ class Task(ABC):
         return {}
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the task's model without the wrapper (DDP) that several processes use."""
+def unwrapped(model: nn.Module, kind: type[_Kind]) -> _Kind:
+    """Return the task's model, which is of a `kind`, without the wrapper (DDP) that several processes use."""
     if isinstance(model, DistributedDataParallel):
-        return model.module
-    return model
+        model = model.module
+    return cast(_Kind, model)
 
 
 def own_tokens(model: nn.Module, x: Tensor, fill: float | bool = 0) -> Tensor:
     """Return the tokens of whole rows x (B, L, ..) for which the model computes outputs in this process."""
-    return unwrapped(model).own(x, fill)
+    return unwrapped(model, models.Model).own(x, fill)
 
 
 def build_or_explain(build: Any, *args: Any, **kwargs: Any) -> Any:

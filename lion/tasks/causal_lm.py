@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lion.config import ConfigError
 from lion.models import MODELS
+from lion.models.base import Model
 from lion.models.gpt import GPT
 from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Sums, build_or_explain, own_tokens, unwrapped
@@ -65,7 +66,7 @@ class CausalLM(LanguageTask):
         """Return the losses (B, L) of the targets of this process, 0 where not counted, and which count."""
         counted = own_tokens(model, target_mask_of(batch), fill=False)
         targets = own_tokens(model, batch["tokens"][:, 1:])
-        if "segments" not in batch and unwrapped(model).part is None:  # all count
+        if "segments" not in batch and unwrapped(model, Model).part is None:  # all count
             return token_losses(logits, targets, None), counted
         return token_losses(logits, targets, counted), counted
 

@@ -62,7 +62,7 @@ class DiffusionConfig:
             ValueError: The guidance needs predictions with a class, or without one, that training never makes.
         """
         dropout = self.label_dropout
-        only = {0: 1, 1: 0}.get(dropout)
+        only = {0.0: 1, 1.0: 0}.get(dropout)
         if only is not None and guidance != only:
             raise ValueError(f"{name}: task.label_dropout={dropout:g} allows only {only}, got {guidance:g}")
 

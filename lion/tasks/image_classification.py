@@ -133,7 +133,7 @@ class ImageClassification(Task):
             )
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        images = unwrapped(model).normalise(batch["image"])
+        images = unwrapped(model, ImageClassifier).normalise(batch["image"])
         labels = batch["label"]
         if self.config.random_erasing:
             images = erase(images, self.config.random_erasing)
@@ -146,7 +146,8 @@ class ImageClassification(Task):
         logits = logits.float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self.config.label_smoothing, reduction="sum")
         if self.config.teacher is not None:
-            own = unwrapped(model)
+            own = unwrapped(model, ImageClassifier)
+            assert self.teacher is not None  # set by the caller
             taught = self.teacher(images * own.std + own.mean)
             share = self.config.teacher_share
             loss = (1 - share) * loss + share * self.distillation_loss(distilled.float(), taught)
@@ -191,7 +192,7 @@ class ImageClassification(Task):
         from torchvision.utils import make_grid
 
         images = {"inputs": make_grid(batch["image"][:32], nrow=8)}
-        for name, order in model.scan_orders().items():
+        for name, order in unwrapped(model, ImageClassifier).scan_orders().items():
             images[f"scan_{name}"] = draw_scan(order)
         return images
 

@@ -46,9 +46,9 @@ class SequenceTask(Task):
         if info.vocabulary is None:
             pixels = torch.randint(PIXELS, (size, info.length), dtype=torch.uint8, device=device)
             return {"pixels": pixels, "label": label}
-        shape = (size, info.length)
+        shape = [size, info.length]
         if info.parts == 2:
-            shape = (size, 2, info.length)
+            shape = [size, 2, info.length]
         tokens = torch.randint(info.vocabulary, shape, device=device)
         return {"tokens": tokens, "segments": torch.zeros_like(tokens), "label": label}
 

@@ -72,7 +72,7 @@ class LRAMaskedTask(SequenceTask):
         inputs = own_tokens(model, inputs)
         hidden = own_tokens(model, hidden, fill=False)
         if self.info.vocabulary is None:
-            losses = (outputs[..., 0] - unwrapped(model).normalised(inputs)).abs()
+            losses = (outputs[..., 0] - unwrapped(model, LRAMasked).normalised(inputs)).abs()
         else:
             losses = F.cross_entropy(outputs.mT, inputs, reduction="none")
         return losses * hidden, hidden, outputs

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.models import MODELS
+from lion.models.base import Model
 from lion.models.bert import Bert
 from lion.ops import Part
 from lion.samples.base import Batch
@@ -139,7 +140,7 @@ class MaskedLM(LanguageTask):
         key = batch["key"]
         size = len(batch["tokens"])
         parts = key.numel() // size
-        rows = {}
+        rows: Batch = {}
         for name in ("tokens", "segments"):
             if name in batch:
                 rows[name] = batch[name].view(size * parts, -1)
@@ -163,12 +164,12 @@ class MaskedLM(LanguageTask):
         tokens = batch["tokens"]
         draws = torch.rand((*tokens.shape, 3), device=tokens.device)
         masked = self.mask_tokens(batch, self.config.rate, draws)
-        masked = masked.own(unwrapped(model).part)
+        masked = masked.own(unwrapped(model, Model).part)
         loss = token_losses(self.logits(model, batch, masked), masked.targets, masked.chosen)
         return Sums(loss.sum(), masked.chosen.sum().to(loss.dtype))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        masked = self.mask_by_key(batch).own(unwrapped(model).part)
+        masked = self.mask_by_key(batch).own(unwrapped(model, Model).part)
         logits = self.logits(model, batch, masked)
         counted = masked.chosen & batch["mask"][:, None]
         right = (logits.argmax(-1) == masked.targets) & counted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,10 @@ class Metric:
     digits: int = field(default=2, kw_only=True)
     partial: bool = field(default=False, kw_only=True)
 
-    rows: ClassVar[tuple[str, ...]] = ()  # names of the outcome's rows that the metric needs
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names of the outcome's rows that the metric needs."""
+        return ()
 
     @property
     def title(self) -> str:

@@ -159,7 +159,7 @@ class SequenceClassification(LanguageTask):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return logits (B, classes), or numbers (B, 1)."""
-        embedded = unwrapped(model).types
+        embedded = unwrapped(model, BertClassifier).types
         types = None
         if embedded is not None and embedded.num_embeddings > 1:
             types = batch.get("types")

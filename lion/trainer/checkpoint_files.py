@@ -147,11 +147,16 @@ def steps_of(run: Path, kind: str) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+def unread(found: Checkpoint) -> Any:
+    """Return the checkpoint itself, for `newest`."""
+    return found
+
+
 def newest(
     run: Path,
     kind: str,
     *,
-    read: Callable[[Checkpoint], _Read] = lambda found: found,
+    read: Callable[[Checkpoint], _Read] = unread,
     repair: bool = False,
     quiet: bool = False,
 ) -> _Read | None:

@@ -204,7 +204,7 @@ class Checkpointer:
 
 
 def _record(found: Checkpoint) -> dict[str, Any]:
-    best = load_state(found.state).get("best")
+    best: dict[str, Any] = load_state(found.state).get("best") or {}
     try:
         if math.isnan(best["value"]) or best["step"] < 0:
             raise ValueError

@@ -12,20 +12,22 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
-from torch import nn
 
 from lion.files import write_atomic
+
+if TYPE_CHECKING:
+    from lion.models.base import Model
 
 log = logging.getLogger("lion")
 EMPTY_KERNEL = 'extern "C" void kernel(float* x) {}'
 
 
 def compile_blocks(
-    model: nn.Module,
+    model: Model,
     backend: Any = "inductor",
     *,
     dynamic: bool | None = False,
@@ -82,7 +84,7 @@ def save_compiled(file: str | None) -> None:
         log.warning("%s: not saved (%s)", file, error.strerror)
 
 
-def avoid_wrong_gradients(model: nn.Module, version: str) -> None:
+def avoid_wrong_gradients(model: Model, version: str) -> None:
     """Disable the fusion `mix_order_reduction`, which may silently compute wrong gradients of adaLN on a GPU.
 
     The bug is in Inductor before 2.15, for micro-batches of one sample of about 16,000 tokens or more
@@ -115,7 +117,7 @@ def mend_split_scans(version: str) -> None:
         sums = {x: 0 * x for x in expr.free_symbols if V.kernel.no_x_dim and symbol_is_type(x, SymT.XBLOCK)}
         return original(expr.xreplace(sums))
 
-    TritonSymbols.get_block_shape = classmethod(get_block_shape)
+    setattr(TritonSymbols, "get_block_shape", classmethod(get_block_shape))  # noqa: B010 - a method
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -141,7 +143,7 @@ def overlap_exchanges() -> None:
         config.reorder_for_compute_comm_overlap_passes = ["sink_waits", "raise_comms"]
 
 
-def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
+def compile_steps(model: Model, backend: Any = "inductor") -> bool:
     """Compile `step` of every block of a streaming model in place; return False if there is no compiler.
 
     Without a compiler the model stays eager, and a warning is logged. One graph serves all blocks and tokens; after a
@@ -151,7 +153,8 @@ def compile_steps(model: nn.Module, backend: Any = "inductor") -> bool:
     if not can_compile(backend):
         return False
     for unit in model.units():
-        unit.step = torch.compile(unit.step, backend=backend, fullgraph=True)
+        block: Any = unit
+        block.step = torch.compile(block.step, backend=backend, fullgraph=True)
     return True
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lion.layers.mixers.decay import Decay, Gating
+from lion.models.base import Model
 from lion.progress import rate
 from lion.samples.base import Batch
 from lion.tasks.base import Task
@@ -49,20 +50,20 @@ class Monitor:
         """Write a line with the values of the last step and the speed since the previous line."""
         state = self.state
         unit = state.task.unit
-        loss = loss.item()  # waits for the steps so far, whose time counts
-        norm = norm.item()
+        last_loss = loss.item()  # waits for the steps so far, whose time counts
+        last_norm = norm.item()
         seconds = time.perf_counter() - self.started
         shown = {}
         if state.plan.seconds is not None:  # the progress bar counts seconds here
             shown["step"] = f"{state.step:,}"
-        shown["loss"] = f"{loss:.3f}"
+        shown["loss"] = f"{last_loss:.3f}"
         shown["lr"] = f"{lr:.1e}"
         shown[f"{unit}/s"] = rate(self.samples, seconds)
         self.out.progress(state.at, **shown)
-        values = {
-            "loss": loss,
+        values: dict[str, float] = {
+            "loss": last_loss,
             "lr": lr,
-            "gradient_norm": norm,
+            "gradient_norm": last_norm,
             f"{unit}_per_second": self.samples / seconds,
             "data_wait_share": self.waited / seconds,
             "memory_mib": peak_so_far(state.runtime.device) / 2**20,
@@ -117,7 +118,7 @@ def all_finite(metrics: list[float], weights: list[Tensor]) -> bool:
     return all(finite.tolist())
 
 
-def decay_histograms(model: nn.Module, batch: Batch, task: Task) -> dict[str, Histogram]:
+def decay_histograms(model: Model, batch: Batch, task: Task) -> dict[str, Histogram]:
     """Return histograms of all decays lambda that the layers use on `batch`, by block (Fig. 12 of the paper).
 
     The values are counted on the device.

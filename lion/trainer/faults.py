@@ -39,7 +39,7 @@ def full_disk(error: BaseException) -> OSError | None:
 
     Some libraries have it in their message alone, as text or, those in Rust, as "os error 28".
     """
-    seen = error
+    seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in NO_ROOM:
             return seen

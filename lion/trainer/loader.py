@@ -15,14 +15,14 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lion.config import ConfigError
-from lion.samples.base import Batch, DeviceDataset, Unreadable, moved
+from lion.samples.base import Batch, DeviceDataset, Split, Unreadable, moved
 from lion.samples.order import Order
 from lion.samples.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError, full_disk
@@ -40,7 +40,7 @@ SEARCH = 100  # following samples that are tried instead of an unreadable sample
 ENDLESS = 2**62  # number of samples of a run of unknown length
 
 
-class StepSampler(Sequence):
+class StepSampler:
     """A sequence of the micro-batches of one process, as lists of (epoch, place, sample).
 
     The micro-batches cover samples `start` to `end` of the run (None: no end). An epoch always consists of whole
@@ -89,6 +89,19 @@ class StepSampler(Sequence):
             raise IndexError(i)
         return self.take(self.start + (i * self.world + self.rank) * self.micro, self.micro)
 
+    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
+        return (self[i] for i in range(len(self)))
+
+
+class Sampler(Protocol):
+    """The samples of each batch, by its number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
 
 class Samples(list):
     """The samples of a batch.
@@ -103,7 +116,7 @@ class Samples(list):
         self.beside: dict[str, list[Any]] = {}
         self.unreadable: list[tuple[int, str]] = []
 
-    def read(self, dataset: Dataset, index: int) -> bool:
+    def read(self, dataset: Split, index: int) -> bool:
         """Append `dataset[index]`, else the next readable sample or None; return whether `index` was readable."""
         for candidate in range(index, index + SEARCH):
             candidate %= len(dataset)
@@ -138,7 +151,7 @@ def preserved_generator() -> Iterator[torch.Generator]:
 class SeededDataset(Dataset):
     """A data set whose random augmentation depends on (seed, epoch, place in the epoch, sample) alone."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+    def __init__(self, dataset: Split, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
 
@@ -154,7 +167,7 @@ class SeededDataset(Dataset):
         """Make a whole batch with a `DeviceDataset`, whose augmentation depends on (seed, epoch, first place)."""
         epoch, place, _ = keys[0]
         generator = torch.Generator(device).manual_seed(derive(self.seed, epoch, place))
-        return self.dataset.batch([index for _, _, index in keys], device, generator)
+        return cast(DeviceDataset, self.dataset).batch([index for _, _, index in keys], device, generator)
 
 
 class PaddedDataset(Dataset):
@@ -166,7 +179,7 @@ class PaddedDataset(Dataset):
     generator while it reads a sample.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, split: str, chosen: Sequence[int] | None = None) -> None:
+    def __init__(self, dataset: Split, seed: int, split: str, chosen: Sequence[int] | None = None) -> None:
         self.dataset = dataset
         self.seed = seed
         self.split = split
@@ -189,7 +202,7 @@ class PaddedDataset(Dataset):
         """Make a whole batch with a `DeviceDataset`."""
         places, real, keys = self.places(indices)
         beside = {"mask": moved(torch.tensor(real), device), "key": moved(torch.tensor(keys), device)}
-        return {**self.dataset.batch(places, device), **beside}
+        return {**cast(DeviceDataset, self.dataset).batch(places, device), **beside}
 
     def places(self, indices: list[int]) -> tuple[list[int], list[bool], list[int]]:
         """Return the samples to read, whether each of them is real (not padding), and their keys."""
@@ -230,7 +243,7 @@ class Batches:
     def __init__(
         self,
         dataset: SeededDataset | PaddedDataset,
-        sampler: Sequence[Any],
+        sampler: Sampler,
         *,
         collate: Callable[[list[Any]], Batch],
         workers: int,
@@ -259,7 +272,7 @@ class Batches:
             generator=torch.Generator(),  # separate: starting an iterator must not draw from the global generator
         )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         if isinstance(self.dataset.dataset, DeviceDataset):
             for keys in self.sampler:
                 yield self.dataset.batch(list(keys), self.device)
@@ -334,7 +347,7 @@ def ignore(number: int, frame: Any) -> None:
 
 
 def train_batches(
-    dataset: Dataset,
+    dataset: Split,
     sampler: StepSampler,
     *,
     collate: Callable[[list[Any]], Batch] = default_collate,
@@ -345,12 +358,12 @@ def train_batches(
 ) -> Batches:
     """Return the micro-batches of this process that the sampler selects, across epochs."""
     faults = faults or FaultsConfig()
-    dataset = SeededDataset(dataset, sampler.seed)
-    return Batches(dataset, sampler, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
+    seeded = SeededDataset(dataset, sampler.seed)
+    return Batches(seeded, sampler, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
 
 
 def eval_batches(
-    dataset: Dataset,
+    dataset: Split,
     *,
     seed: int,
     split: str,

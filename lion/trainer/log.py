@@ -56,7 +56,7 @@ class RunLog:
         self.pending = b""  # lines that a full disk has not accepted yet
         self.full = False
         self.board = SummaryWriter(str(folder), purge_step=start + evaluated)  # TensorBoard names it after its folder
-        shown = dict(desc=folder.name, unit=unit, leave=True, delay=0)
+        shown: dict[str, Any] = dict(desc=folder.name, unit=unit, leave=True, delay=0)
         if unit == "s":  # a rate in seconds per second would say nothing
             shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
         self.name = folder.name
@@ -156,7 +156,7 @@ class RunLog:
 
         TensorBoard writes in a thread. Its next call raises the same error again, and `space` reports a full disk.
         """
-        if not full_disk(args.exc_value):
+        if args.exc_value is None or not full_disk(args.exc_value):
             self.hook(args)
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ def write_results(folder: Path, step: int, result: tuple[str, str, float], setti
         columns[key] = held if type(held) in (int, float) else str(held)
     with contextlib.closing(SummaryWriter(str(folder), filename_suffix=".results")) as board:
         for row in hparams(columns, {name: value})[1:]:
-            board.file_writer.add_summary(row)
+            board._get_file_writer().add_summary(row)
         board.add_scalar(name, value, step)
 
 
@@ -276,9 +276,9 @@ def histogram(values: Tensor) -> Histogram | None:
     stats = torch.stack([values.min(), values.max(), values.sum(), values.square().sum()])
     found = torch.cat([stats, counts.double()]).tolist()
     low, high, total, squares = found[:4]
-    counts = found[4:-1]  # the last count is beyond all edges; counts[i] lies below EDGES[i]
-    filled = [i for i, count in enumerate(counts) if count and i]
+    counted = found[4:-1]  # the last count is beyond all edges; counted[i] lies below EDGES[i]
+    filled = [i for i, count in enumerate(counted) if count and i]
     if not filled:
         return None
     shown = slice(max(filled[0] - 1, 0), filled[-1] + 1)  # an empty bucket first, which supplies the lower limit
-    return Histogram(low, high, len(values), total, squares, EDGES[shown], counts[shown])
+    return Histogram(low, high, len(values), total, squares, EDGES[shown], counted[shown])

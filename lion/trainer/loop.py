@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from lion.models.base import Model
 from lion.progress import announced
 from lion.samples.base import Batch, Splits
 from lion.samples.seeds import derive
@@ -49,7 +50,7 @@ class Trainer:
         self,
         plan: Plan,
         task: Task,
-        model: nn.Module,
+        model: Model,
         splits: Splits,
         folder: Path,
         runtime: Runtime,
@@ -236,9 +237,10 @@ class Trainer:
         norm = full(nn.utils.get_total_norm(gradients))
         if self.config.clip_grad is not None:
             nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.clip_grad, norm)
-        self.optimizer.found_inf = self.state.guard.skip(loss, norm)
+        skipped = self.state.guard.skip(loss, norm)
+        setattr(self.optimizer, "found_inf", skipped)  # noqa: B010 - read by the fused step
         self.optimizer.step()
-        self.buffers.put_back(self.optimizer.found_inf)
+        self.buffers.put_back(skipped)
         if self.average is not None:
             self.average.update(self.model)
         return loss, norm
@@ -280,19 +282,21 @@ class Trainer:
     def measure(self, out: RunLog | NoLog) -> bool:
         """Evaluate on the held-out splits and save the best weights; return False if a signal interrupted."""
         state = self.state
-        splits = self.data.held_out()
+        splits: dict[str, Iterable[Batch]] = {**self.data.held_out()}
         val = FirstBatchKept(splits["val"])
         splits["val"] = val
-        results = {}
+        results: dict[str, dict[str, float]] = {}
         compute = partial(evaluate, precision=self.config.precision, stop=lambda: self.runtime.any(self.stopping)[0])
         for split, batches in splits.items():
             seed = derive(self.plan.seed, split)
             for kind, model in zip((split, f"{split}_ema"), self.models):
-                results[kind] = compute(model, batches, self.task, self.runtime, seed=seed)
-                if results[kind] is None:
+                found = compute(model, batches, self.task, self.runtime, seed=seed)
+                if found is None:
                     return False
+                results[kind] = found
         for kind, values in results.items():
             out.write(state.step, kind, values, **state.place())
+        assert val.first is not None  # a split has samples
         first = to_device(val.first, self.runtime.device)
         with self.runtime.seeded(derive(self.plan.seed, "val")):
             out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))

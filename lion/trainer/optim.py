@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lion.config import setting
 from lion.layers.optim_factors import OptimFactors, optim_factors
+from lion.models.base import Model
 
 
 @dataclass
@@ -86,7 +87,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.A
         The optimizer, and the learning-rate factor of each parameter group; the trainer sets the rate at every step.
     """
     parameters = dict(model.named_parameters())
-    groups: dict[OptimFactors, list[nn.Parameter]] = {}
+    groups: dict[Factors, list[nn.Parameter]] = {}
     for name, factor in factors(model, config.no_decay).items():
         groups.setdefault(factor, []).append(parameters[name])
     order = sorted(groups, reverse=True)
@@ -259,7 +260,7 @@ class Average:
     (counts) are copied. A skipped step counts as a step in which the model did not change.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: Model, decay: float) -> None:
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
         self.buffers = persistent_buffers(model)

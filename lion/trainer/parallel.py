@@ -7,9 +7,10 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lion.models.base import Model
 from lion.trainer.runtime import Runtime
 
 STREAMING = ("prefill", "step")  # methods of models and blocks that use their parameters as `forward` does
 
 
-def shard(model: nn.Module, runtime: Runtime) -> None:
+def shard(model: Model, runtime: Runtime) -> None:
     """Shard the parameters over the processes, block by block and in place, before the optimizer is made.
 
     Besides `forward`, `prefill` and `step` are registered with FSDP2, because a task may generate samples.
@@ -100,7 +102,7 @@ class TrainedModels:
 
     def state(self) -> dict[str, Any]:
         """Return all tensors by plain names; the tensors are sharded if the model is sharded."""
-        state = {"model": get_model_state_dict(self.model), "ema": {}}
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model), "ema": {}}
         if self.ema is not None:
             state["ema"] = get_model_state_dict(self.ema)
         state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
@@ -121,7 +123,8 @@ class TrainedModels:
         if self.ema is not None:
             set_model_state_dict(self.ema, state["ema"], options=options)
         found = state["optimizer"]
-        groups = get_optimizer_state_dict(self.model, self.optimizer)["param_groups"]
+        now_held: dict[str, Any] = get_optimizer_state_dict(self.model, self.optimizer)
+        groups = now_held["param_groups"]
         now = [group["params"] for group in groups]
         then = [group["params"] for group in found["param_groups"]]
         if now != then:
@@ -141,7 +144,7 @@ def shard_writer(folder: Path, tensors: dict[str, Any], *, beside: bool) -> Call
     """
     saving = None
     if beside:
-        saving = dcp.async_save(tensors, checkpoint_id=folder, process_group=_writers())
+        saving = cast(Future, dcp.async_save(tensors, checkpoint_id=folder, process_group=_writers()))
 
     def write() -> None:
         with _ordinary_errors():
@@ -155,7 +158,7 @@ def shard_writer(folder: Path, tensors: dict[str, Any], *, beside: bool) -> Call
 
 @functools.lru_cache(maxsize=1)
 def _writers() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
 
 def load_shards(folder: Path, into: dict[str, Any]) -> dict[str, Any]:

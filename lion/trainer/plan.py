@@ -179,8 +179,9 @@ class Plan:
     @property
     def length(self) -> float:
         """The length of the run, in steps, or in seconds for a time-limited run."""
-        if self.seconds is None:
+        if self.total is not None:
             return self.total
+        assert self.seconds is not None  # one of both is set
         return self.seconds
 
     def batch(self, at: float) -> int:
@@ -196,7 +197,9 @@ def batch_at(at: float, config: TrainerConfig, ramp: float | None) -> int:
     """Return the batch size of the step that begins at place `at` of a run whose batch size grows until `ramp`."""
     if ramp is None or at >= ramp:
         return config.batch_size
-    return min(config.batch_size, config.batch_start * (1 + int(at * (config.batch_size // config.batch_start) / ramp)))
+    start = config.batch_start
+    assert start is not None  # checked with `batch_ramp`
+    return min(config.batch_size, start * (1 + int(at * (config.batch_size // start) / ramp)))
 
 
 class TrainingRecipe(Protocol):
@@ -274,7 +277,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         seconds = to_seconds(c.time)
     elif c.steps is not None:
         total = c.steps
-    else:
+    elif c.epochs is not None:
         total = max(1, round(c.epochs * per_epoch))
     peak = recipe.optim.peak(c.batch_size)
     for name, value in (("min_lr", recipe.schedule.min_lr), ("warmup_lr", recipe.schedule.warmup_lr)):
@@ -288,7 +291,7 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     ramp = None
     if c.batch_ramp is not None:
         ramp = run.span("trainer.batch_ramp", c.batch_ramp)
-        if ramp > (seconds or total):
+        if ramp > (seconds or total or 0):
             raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
     seen = None
     if total is not None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,7 +119,7 @@ MATMUL = ("highest", "high", "medium")
 
 def slow_precision(precision: str, device: torch.device) -> str | None:
     """Return a hint if the device only emulates the precision; None if it does not, or if that is not known."""
-    known = {}
+    known: Mapping[str, Any] = {}
     if hasattr(torch.cpu, "get_capabilities"):
         known = torch.cpu.get_capabilities()
     if precision != "bf16" or device.type != "cpu" or known.get("architecture") != "x86_64":
@@ -183,15 +183,16 @@ def together(work: Callable[[], _Out]) -> _Out:
 
     If it raises a ConfigError in any process, the first process raises it, and all others end with exit code 2.
     """
-    out = error = own = None
+    done: list[_Out] = []
+    error = own = None
     try:
-        out = work()
+        done.append(work())
     except ConfigError as raised:
         error = raised
         own = (str(error), socket.gethostname())
     found = gathered(own)
     if not any(found):
-        return out
+        return done[0]
     if dist.is_initialized() and dist.get_rank():
         sys.exit(2)
     rank, (text, host) = next((rank, each) for rank, each in enumerate(found) if each)
@@ -265,7 +266,8 @@ def seed_everything(seed: int) -> None:
 def random_state() -> dict[str, Any]:
     """Return all random states of this process, as plain data and tensors."""
     version, numbers, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state()
+    state = np.random.get_state(legacy=False)
+    numpy = state["state"]
     cuda = None
     if torch.cuda.is_initialized():
         cuda = torch.cuda.get_rng_state()  # of this process's device
@@ -273,7 +275,13 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": cuda,
         "python": [version, list(numbers), gauss],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), place, has_gauss, cached],
+        "numpy": [
+            state["bit_generator"],
+            torch.from_numpy(numpy["key"].astype(np.int64)),
+            numpy["pos"],
+            state["has_gauss"],
+            state["gauss"],
+        ],
     }
 
 

@@ -149,7 +149,7 @@ def test_a_wrapped_model_is_called_and_normalises_by_itself():
     finally:
         torch.distributed.destroy_process_group()
     model.module = None  # a model may have a submodule of this name
-    assert unwrapped(model) is model and unwrapped(wrapped) is model
+    assert unwrapped(model, ViT) is model and unwrapped(wrapped, ViT) is model
 
 
 def test_preview_is_a_image():

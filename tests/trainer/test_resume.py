@@ -113,7 +113,7 @@ def test_workers_may_change_at_every_stop(tmp_path, path, whole):
 def test_settings_that_change_the_rounding_are_conditions(tmp_path):
     recipe = resolve("quickstart", ["model.attention.form=chunk", "trainer.memory_budget=0.5"])
     expected = {"model.attention.form": "chunk", "model.attention.chunk_size": 64, "trainer.memory_budget": 0.5}
-    expected["trainer.autotune"] = False
+    expected.update({"model.attention.kernels": "auto", "trainer.autotune": False})
     assert make_plan(recipe, samples=64, world=1).rounding == expected
     assert rounding(resolve("lra_text_softmax", []).data) == {"pad": "length"}
     made = toys.trainer(tmp_path, memory_budget=0.5).state.conditions()
