@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(47_300, 12, 5.9),
     "lion/layers": Reading(38_400, 13, 11.4),
-    "lion": Reading(163_600, 10, 6.5),
+    "lion": Reading(163_750, 10, 6.5),
     "data": Reading(49_000, 11, 15.0),
     "tools": Reading(115_050, 12, 22.2),
 }

@@ -31,4 +31,7 @@ class ScaledSinusoidal(nn.Module):
         return self.scale * waves[..., : self.dim].to(self.scale.dtype)
 
 
-POSITIONS: dict[str, type[nn.Module]] = {"learned": nn.Embedding, "scaled_sinusoidal": ScaledSinusoidal}
+POSITIONS: dict[str, type[nn.Embedding | ScaledSinusoidal]] = {
+    "learned": nn.Embedding,
+    "scaled_sinusoidal": ScaledSinusoidal,
+}

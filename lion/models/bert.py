@@ -88,7 +88,7 @@ class MaskedHead(nn.Module):
             self.bias = nn.Parameter(torch.zeros(rows))
 
     def forward(self, x: Tensor, embeddings: Tensor) -> Tensor:
-        if self.transform is not None:
+        if self.transform is not None and self.norm is not None:
             x = self.norm(F.gelu(self.transform(x)))
         if self.bias is None:
             return F.linear(x, embeddings)
@@ -167,7 +167,7 @@ class Bert(BertEncoder):
     def __init__(self, config: BertConfig, *, vocabulary: int, length: int) -> None:
         super().__init__(config, vocabulary=vocabulary, length=length)
         c = self.config
-        rows = self.tokens.num_embeddings
+        rows = len(self.tokens.weight)
         self.head = MaskedHead(c.dim, rows, c.norm_eps, transform=c.head_transform, bias=c.bias)
         INITS[c.init](self, c.init_std)
 

@@ -60,7 +60,7 @@ class DiTConfig(PatchedConfig):
 
     def label(self) -> str:
         """Return the label with the patch size, because the papers also compare patch sizes."""
-        height, width = self.resolved().patch_size
+        height, width = self.patch_shape()
         if height == width:
             return f"{super().label()} patch {height}"
         return f"{super().label()} patch {height} x {width}"
@@ -101,7 +101,7 @@ class DiT(Model, Constants):
         self.config = c = config.resolved()
         self.image_shape = (channels, *image_size)
         self.classes = tuple(classes)
-        self.grid = grid_of(image_size, c.patch_size)
+        self.grid = grid_of(image_size, c.patch_shape())
         height, width = self.grid
         self.special = 0 if c.modulates else 2  # tokens before the patches
         self.length = self.special + height * width
@@ -114,7 +114,7 @@ class DiT(Model, Constants):
         if c.modulates:
             self.final_norm = plain_norm(c.norm, c.dim, c.norm_eps)
             self.final_modulation = Modulation(c.dim, 2)
-        self.head = nn.Linear(c.dim, channels * math.prod(c.patch_size))
+        self.head = nn.Linear(c.dim, channels * math.prod(c.patch_shape()))
         dim = c.dim if c.position_embedding else None
         self.hold(partial(constants_of_tokens, height, width, c.attention.scans, self.special, dim))
 
@@ -158,7 +158,7 @@ class DiT(Model, Constants):
             tokens = tokens + self.position
         time = self.times(times)  # (B, dim)
         label = self.labels(labels)  # (B, dim)
-        if self.config.modulates:
+        if self.final_norm is not None and self.final_modulation is not None:
             context = F.silu(time + label)
             tokens = self.encoder(tokens, self.layout, context)
             tokens = self.final_norm(tokens)
@@ -172,7 +172,7 @@ class DiT(Model, Constants):
     def unpatched(self, x: Tensor) -> Tensor:
         """Return patches (B, H W, channels * pixels) as images (B, channels, height, width)."""
         channels, height, width = self.image_shape
-        rows, columns = self.config.patch_size
+        rows, columns = self.config.patch_shape()
         x = x.unflatten(-1, (channels, rows, columns))
         x = x.unflatten(1, self.grid)
         x = x.permute(0, 3, 1, 4, 2, 5)  # (B, channels, H, rows of a patch, W, columns of a patch)

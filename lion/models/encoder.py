@@ -109,7 +109,7 @@ class EncoderConfig(ModelConfig):
     def knows_order(self) -> bool:
         """Return whether the encoder of a resolved config knows the order of tokens without position embeddings."""
         knows_order = MIXERS[self.mixer].layer.knows_order(self.mixer, self.attention)
-        return knows_order or self.tpe > 0 or self.attention.rotation != NO_ROTATION
+        return knows_order or bool(self.tpe) or self.attention.rotation != NO_ROTATION
 
     def with_mixer(self, mixer: str) -> Self:
         """Return the config of this model with another mixer and its conventions; dropout rates stay."""
@@ -117,7 +117,8 @@ class EncoderConfig(ModelConfig):
         for f in dataclasses.fields(c):
             if f.default is None:
                 setattr(c, f.name, None)
-        kinds = hints_of(type(self)) | self.types({"mixer": mixer})
+        kind: type = type(self)
+        kinds = {**hints_of(kind), **self.types({"mixer": mixer})}
         c.mixer = mixer
         c.attention = kinds["attention"](score_dropout=c.attention.score_dropout)
         return c
@@ -212,7 +213,7 @@ class Encoder(nn.Module):
         return self.norm(x, layout)
 
     @property
-    def stages(self) -> list[nn.Module]:
+    def stages(self) -> list[Any]:
         """The modules that tokens pass, in order; in a stream each module has a separate state."""
         if self.tpe is None:
             return list(self.blocks)

@@ -40,7 +40,7 @@ def causal(config: type[AttentionConfig]) -> type[AttentionConfig]:
     return make_dataclass(name, fields, bases=(config,), namespace={"__reduce__": reduce})
 
 
-def new_causal(config: type[AttentionConfig]) -> AttentionConfig:
+def new_causal(config: type) -> AttentionConfig:
     """Return an instance of `causal(config)` without fields, which unpickling adds."""
     kind = causal(config)
     return kind.__new__(kind)
@@ -64,7 +64,7 @@ class GPTConfig(EncoderConfig):
     name: str = "gpt"
     norm_eps: float = setting(1e-5, above=0)
     init: str = setting("gpt2", choices=INITS)
-    attention: CausalAttentionConfig = field(default_factory=CausalAttentionConfig)
+    attention: AttentionConfig = field(default_factory=CausalAttentionConfig)
     bias: bool = True
     pad_vocabulary: int = setting(1, min=1, max=65_536)
 
@@ -72,7 +72,8 @@ class GPTConfig(EncoderConfig):
 
     @classmethod
     def types(cls, values: dict[str, Any]) -> dict[str, type]:
-        return {name: causal(kind) for name, kind in super().types(values).items()}
+        kinds = super().types(values)
+        return {"attention": causal(kinds.get("attention", AttentionConfig))}
 
     def resolved(self) -> Self:
         c = super().resolved()

@@ -10,6 +10,7 @@ from torch import nn
 
 from lion.layers.mixers import Attention, HippoAttention, mixers_of
 from lion.layers.mixers.decay import Decay
+from lion.layers.mixers.hippo import HippoDecay
 
 TRUNCATED = 0.8796  # standard deviation of a normal distribution that is cut at two standard deviations
 
@@ -37,8 +38,9 @@ def bert(model: nn.Module, std: float) -> None:
     for m in model.modules():
         if isinstance(m, (nn.Linear, nn.Embedding)):
             nn.init.normal_(m.weight, std=std)
-            if getattr(m, "bias", None) is not None:
-                nn.init.zeros_(m.bias)
+            bias = getattr(m, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
 
 
 def gpt2(model: nn.Module, std: float) -> None:
@@ -54,8 +56,9 @@ def gpt2(model: nn.Module, std: float) -> None:
                 nn.init.normal_(m.weight, std=std / math.sqrt(len(residual)))
             else:
                 nn.init.normal_(m.weight, std=std)
-            if getattr(m, "bias", None) is not None:
-                nn.init.zeros_(m.bias)
+            bias = getattr(m, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
 
 
 @torch.no_grad()
@@ -82,7 +85,9 @@ def lra(model: nn.Module, std: float) -> None:
             nn.init.normal_(gate.weight, std=std)
         if isinstance(m, HippoAttention) and m.config.value_start != "dense":
             per_step = m.config.value_start == "zoh_per_step"
-            held = m.decays[0].zero_order_hold(per_step=per_step)
+            decay = m.decays[0]
+            assert isinstance(decay, HippoDecay)
+            held = decay.zero_order_hold(per_step=per_step)
             value.copy_(held.flatten().diag())
 
 
@@ -94,7 +99,7 @@ def vim(model: nn.Module, std: float) -> None:
     by the square root of the number of mixers.
     """
     mixers = mixers_of(model)
-    inside = set()
+    inside: set[nn.Module] = set()
     for mixer in mixers:
         inside.update(mixer.modules())
     for m in model.modules():

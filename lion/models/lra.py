@@ -70,13 +70,14 @@ class LRAConfig(EncoderConfig):
         built = self.resolved()
         own = vars(built.attention)
         usual = vars(built.with_mixer(self.mixer).resolved().attention)
-        usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape"))}
+        usual = usual | {"spectrum": USUAL_SPECTRUM.get(own.get("decay_shape", ""))}
         parts = [super().label()]
         for name, words in LABEL_WORDS.items():
             if own.get(name) != usual.get(name):
                 parts.append(f"{own[name]} {words}")
-        if getattr(self.attention, "value_start", None) is not None:
-            parts.append(f"{self.attention.value_start} values")
+        start = getattr(self.attention, "value_start", None)
+        if start is not None:
+            parts.append(f"{start} values")
         if self.window is not None:
             parts.append(f"window {self.window}")
         return " ".join(parts)
@@ -99,6 +100,7 @@ class SequenceEncoder(TokenModel):
     """
 
     Config = LRAConfig
+    positions: nn.Embedding | None
 
     def __init__(
         self, config: LRAConfig, *, length: int, vocabulary: int | None = None, mean: float = 0.0, std: float = 1.0
@@ -130,7 +132,7 @@ class SequenceEncoder(TokenModel):
             nn.init.normal_(self.positions.weight, std=0.02)
         self.optim_factors: dict[str, OptimFactors] = {}
         slow = OptimFactors(lr=c.memory_lr, weight_decay=0)
-        slow_kinds = (Decay, *NORMS.values(), *HEAD_NORMS.values())
+        slow_kinds: tuple[type, ...] = (Decay, *NORMS.values(), *HEAD_NORMS.values())
         for path, module in self.named_modules():
             if isinstance(module, BatchNorm):
                 module.momentum = c.norm_momentum
@@ -143,12 +145,13 @@ class SequenceEncoder(TokenModel):
 
         Pixel positions of square images are interpolated for another size; others are as in `TokenModel`.
         """
-        if self.vocabulary is not None or self.positions is None or "positions.weight" not in weights:
+        longest = self.longest
+        if self.vocabulary is not None or longest is None or "positions.weight" not in weights:
             return super().adapt(weights, source)
         positions = weights["positions.weight"]
         old = math.isqrt(len(positions))
-        new = math.isqrt(self.longest)
-        if old**2 != len(positions) or new**2 != self.longest:
+        new = math.isqrt(longest)
+        if old**2 != len(positions) or new**2 != longest:
             return super().adapt(weights, source)
         if old == new:
             return weights
@@ -181,22 +184,23 @@ class SequenceEncoder(TokenModel):
         if hidden is not None:
             x = self.hide(x, self.own(hidden))
         x = self.placed(x, layout.positions_of(x))
-        if self.config.window is None:
+        window = self.config.window
+        if window is None:
             return layout.clean(self.encoder(x, layout))
         check_windows(segments)
         if self.part is None:
-            return layout.clean(self.in_windows(x, layout.valid))
+            return layout.clean(self.in_windows(x, layout.valid, window))
         places = torch.arange(inputs.shape[1], device=x.device).expand(inputs.shape[:2])
         valid = None
         if segments is not None:
             valid = valid_of(segments)
-        windows = Layout.of(inputs, valid, places // self.config.window)  # as segments, which cross borders of parts
+        windows = Layout.of(inputs, valid, places // window)  # as segments, which cross borders of parts
         return layout.clean(self.encoder(x, windows.split(inputs, self.part)))
 
-    def in_windows(self, x: Tensor, valid: Tensor | None) -> Tensor:
+    def in_windows(self, x: Tensor, valid: Tensor | None, window: int) -> Tensor:
         """Run the encoder on each window of x (B, L, dim) as a separate row."""
         batch, length, dim = x.shape
-        window = min(self.config.window, length)
+        window = min(window, length)
         padding = -length % window
         if padding and valid is None:
             valid = torch.ones(batch, length, dtype=torch.bool, device=x.device)
@@ -240,6 +244,7 @@ class LRA(SequenceEncoder):
         self.parts = parts
         self.length = parts * self.length
         dim = config.dim
+        self.head: nn.Module
         if parts == 1:
             self.head = nn.Linear(dim, classes)
         else:

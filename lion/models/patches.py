@@ -21,15 +21,20 @@ class PatchedConfig(EncoderConfig):
 
     def resolved(self) -> Self:
         c = super().resolved()
-        if isinstance(c.patch_size, int):
-            c.patch_size = (c.patch_size, c.patch_size)
-        c.patch_size = tuple(c.patch_size)
+        c.patch_size = c.patch_shape()
         if min(c.patch_size) < 1:
             raise ValueError(f"patch_size must be at least 1, got {c.patch_size}")
         return c
 
+    def patch_shape(self) -> tuple[int, int]:
+        """Return the (height, width) of a patch in pixels."""
+        if isinstance(self.patch_size, int):
+            return self.patch_size, self.patch_size
+        height, width = self.patch_size
+        return height, width
+
     def shape(self) -> str:
-        height, width = self.resolved().patch_size
+        height, width = self.patch_shape()
         return f"{super().shape()}, patches of {height} x {width}"
 
 
@@ -46,4 +51,4 @@ def grid_of(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[i
                 sides = [nearest_divisor(p, n) for p, n in zip(patch_size, image_size)]
                 near += f", or {sides} (height, width)"
             raise ValueError(f"model.patch_size: {patch} does not divide image {side} {size}, nearest: {near}")
-    return tuple(size // patch for size, patch in zip(image_size, patch_size))
+    return image_size[0] // patch_size[0], image_size[1] // patch_size[1]

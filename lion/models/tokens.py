@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lion.layers.layout import Layout
 from lion.layers.mixers.decay import Decay
+from lion.layers.positions import ScaledSinusoidal
 from lion.models.base import Model
 from lion.models.encoder import Encoder
 from lion.ops.arguments import check_dense, mismatch
@@ -20,8 +21,8 @@ class TokenModel(Model):
     A subclass sets `tokens`, `positions` (None: no position embeddings) and `encoder`.
     """
 
-    tokens: nn.Embedding
-    positions: nn.Embedding | None
+    tokens: nn.Embedding | nn.Linear
+    positions: nn.Embedding | ScaledSinusoidal | None
     encoder: Encoder
     several_ids: ClassVar[bool] = False  # whether a token has several ids, (B, L, n)
 
@@ -76,7 +77,7 @@ class TokenModel(Model):
 
         Position embeddings that `source` does not have keep their initialisation.
         """
-        if self.positions is None or "positions.weight" not in weights:
+        if not isinstance(self.positions, nn.Embedding) or "positions.weight" not in weights:
             return weights
         own = self.positions.weight.detach()
         theirs = weights["positions.weight"][: len(own)]
@@ -93,7 +94,7 @@ class TokenModel(Model):
 
 def drop_biases(model: nn.Module, *kinds: type[nn.Module]) -> None:
     """Remove the biases of all modules of these kinds, except in decays."""
-    kept = set()
+    kept: set[nn.Module] = set()
     for decay in model.modules():
         if isinstance(decay, Decay):
             kept.update(decay.modules())

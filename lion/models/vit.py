@@ -15,7 +15,7 @@ from lion.layers.constants import grid_constants
 from lion.layers.layout import ROW_MAJOR, Layout
 from lion.layers.mixers import SOFTMAX
 from lion.layers.optim_factors import undecayed
-from lion.models.base import ImageClassifier
+from lion.models.base import ImageClassifier, Model
 from lion.models.encoder import Encoder
 from lion.models.init import INITS
 from lion.models.patches import PatchedConfig, grid_of
@@ -105,7 +105,7 @@ class ViT(ImageClassifier):
         super().__init__(image_size=image_size, channels=channels, classes=classes, mean=mean, std=std)
         self.optim_factors = undecayed("cls", "distill", "position")
         self.config = c = config.resolved()
-        self.patches = grid_of(image_size, c.patch_size)
+        self.patches = grid_of(image_size, c.patch_shape())
         height, width = self.patches
         special = int(c.cls) + int(c.distilled)
         self.length = special + height * width
@@ -169,7 +169,7 @@ class ViT(ImageClassifier):
             x = self.own(x).clone()  # a view would keep the whole rows in memory
         x = layout.clean(self.encoder(x, layout))
         by_cls = self.config.readout == "cls"
-        if self.distill is None:
+        if self.head_distill is None:
             if by_cls:
                 return self.head(self.token(x, self.before))
             return self.head(self.total(x) / self.length)
@@ -187,11 +187,12 @@ class ViT(ImageClassifier):
     def check_split(self, count: int) -> None:
         self.encoder.check_split(count)
 
-    def adapt(self, weights: dict[str, Tensor], source: ViT) -> dict[str, Tensor]:
+    def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return the weights of `source`, a model for images of another size, adapted to this model.
 
         Position embeddings are interpolated; a special token that `source` does not have keeps its own.
         """
+        assert isinstance(source, ViT)
         if self.position is None or source.position is None:
             return weights
         roles = self.special_tokens()

@@ -162,6 +162,12 @@ def test_a_model_with_fewer_positions_takes_the_first():
     )
 
 
+def test_a_model_with_other_positions_keeps_its_own():
+    source, model = bert(), bert(position_kind="scaled_sinusoidal")
+    weights = source.state_dict()
+    assert model.adapt(weights, source) is weights
+
+
 def their_config(transformers, **more):
     return transformers.BertConfig(
         vocab_size=VOCABULARY,

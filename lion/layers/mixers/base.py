@@ -52,6 +52,7 @@ class Mixer(nn.Module):
     """
 
     Config: ClassVar[type] = AttentionConfig  # the recipe's `model.attention` section, or a subclass of it
+    proj: nn.Linear  # writes into the residual stream
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 
     @property

@@ -146,8 +146,8 @@ class LionAttention(Attention):
         **settings: Settings by name, which override `config`: `feature_map`, `normalize`, `decay_convention`,
             `rotation` (by default those of the mixer), `decay_temperature`, `direction` ("both", "forward",
             "backward"), `scans`, `scan_merge` (orders of an image's patches), `form` ("auto", "full", "chunk", "rnn"),
-            `chunk_size`, `qkv_bias`, `score_dropout`, `conv_width`, `out_norm`, `out_gate`. `block` set to "published"
-            adds the parts around the published recurrence.
+            `chunk_size`, `kernels` ("auto", "graph", "triton"), `qkv_bias`, `score_dropout`, `conv_width`, `out_norm`,
+            `out_gate`. `block` set to "published" adds the parts around the published recurrence.
 
     Raises:
         ValueError: An unknown mixer or value, or settings that cannot be combined.

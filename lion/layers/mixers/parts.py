@@ -48,7 +48,7 @@ class HeadGroupNorm(nn.Module):
         return F.layer_norm(y, y.shape[-1:], eps=self.eps) * weight + bias
 
 
-HEAD_NORMS: Mapping[str, Callable[..., nn.Module]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
+HEAD_NORMS: Mapping[str, type[HeadGroupNorm | HeadRMSNorm]] = {"groupnorm": HeadGroupNorm, "rmsnorm": HeadRMSNorm}
 
 
 @dataclass(frozen=True)
