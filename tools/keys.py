@@ -49,7 +49,7 @@ def check_folder(recipe: Path, overrides: Iterable[str]) -> None:
 
 
 def layers_of(recipe: Path, overrides: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the files of a recipe and its overrides, each with its source, the last one first to hold."""
+    """Return the files of a recipe and its overrides, each with its source; later ones take precedence."""
     return [*read_layers(recipe), (OVERRIDE, parse_overrides(overrides))]
 
 
