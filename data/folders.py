@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lion.config import ConfigError
 
+TEXTS = (".txt", ".text", ".md", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")  # suffixes of files
 PLACED = {  # by name, how to get the files
     "imagefolder": (
         "expected ROOT/train/CLASS/*.jpg and ROOT/val/CLASS/*.jpg, or with data.val_split=0.1 only "
@@ -32,6 +33,22 @@ def data_root() -> Path:
 def user_path(path: str) -> Path:
     """Return a path with `~` expanded to the home folder; `~` of an unknown user stays unchanged."""
     return Path(os.path.expanduser(path))
+
+
+def looks_like_path(name: str) -> bool:
+    """Return whether a name can only be that of a local file or folder; ids of the Hub are `name` or `owner/name`."""
+    return name.startswith(("/", "~", ".")) or name.endswith(("/", *TEXTS)) or name.count("/") > 1
+
+
+def check_path(path: str) -> None:
+    """Check that `data.path` exists, unless it may be an id of the Hub.
+
+    Raises:
+        ConfigError: There is no such file or folder.
+    """
+    place = user_path(path)
+    if looks_like_path(path) and not place.exists():
+        raise ConfigError(f"data.path: no file or folder {place.absolute()}")
 
 
 def find_root(name: str, root: str | None) -> Path:

@@ -1,4 +1,4 @@
-"""Files of recipes: a YAML file preceded by those that it extends. Reading them needs no PyTorch."""
+"""Files of recipes: a YAML file preceded by those that it extends, and the recipe of a run. Needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from lion.config import ConfigError, nearest
 from lion.yaml_text import parse_yaml
 
+RECIPE = "recipe.yaml"  # in the folder of a run
 OVERRIDE = "override"  # the source of keys from the command line
 
 
@@ -32,8 +33,8 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
             where = f"{seen[-1]}: extends: relative paths start at its folder; "
         raise ConfigError(f"{where}{path}: no such file{near}") from None
     except (OSError, ValueError) as error:
-        if (path / "recipe.yaml").is_file():
-            raise ConfigError(f"{path}: a run, whose recipe is {path}/recipe.yaml") from None
+        if (path / RECIPE).is_file():
+            raise ConfigError(f"{path}: a run, whose recipe is {path}/{RECIPE}") from None
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if place in seen:
         raise ConfigError(f"{path}: extends itself")
@@ -48,3 +49,25 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
     layers = read_layers(path.parent / base, (*seen, place))
     layers.append((str(path), values))
     return layers
+
+
+def find_run(run: str | Path) -> Path:
+    """Return the folder of a run; `run` is a path or a name under `runs/`.
+
+    Raises:
+        ConfigError: There is no such run; the message has the nearest name.
+    """
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / RECIPE).is_file():
+            return folder
+    for place in Path(run).parents:
+        if place.name and (place / RECIPE).is_file():
+            raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(place)!r}?")
+    if Path(run).is_file():
+        raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")
+    known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
+    hint = "there are none under runs/ yet"
+    if known:
+        hint = nearest(Path(run).name, known)
+    places = " or ".join(dict.fromkeys([str(Path(run)), str(Path("runs") / run)]))
+    raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {places}, {hint}")

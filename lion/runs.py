@@ -1,4 +1,4 @@
-"""Runs on disk: finding a run, loading its model, and locking its folder."""
+"""Runs on disk: loading the model of a run, and locking its folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError
 from lion.models import Model
 from lion.recipe import Recipe, load_recipe
-from lion.recipe_files import read_layers
+from lion.recipe_files import RECIPE, find_run, read_layers
 from lion.samples.base import Info
 from lion.tasks import TASKS, Task
 from lion.trainer.checkpoint_files import Checkpoint, UnusableCheckpoint, load_state, newest, steps_of
@@ -22,10 +22,10 @@ from lion.trainer.compilation import compile_blocks
 
 log = logging.getLogger("lion")
 
-RECIPE = "recipe.yaml"
 ENVIRONMENT = "environment.json"
 SUMMARY = "summary.json"
 LOCK = ".lock"
+POSITIONS = "positions.weight"  # of models of tokens
 
 
 class LoadedRun(NamedTuple):
@@ -37,28 +37,6 @@ class LoadedRun(NamedTuple):
     model: Model
     checkpoint: dict[str, Any]
     ema: bool = False
-
-
-def find_run(run: str | Path) -> Path:
-    """Return the folder of a run; `run` is a path or a name under `runs/`.
-
-    Raises:
-        ConfigError: There is no such run; the message has the nearest name.
-    """
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / RECIPE).is_file():
-            return folder
-    for place in Path(run).parents:
-        if place.name and (place / RECIPE).is_file():
-            raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(place)!r}?")
-    if Path(run).is_file():
-        raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")
-    known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
-    hint = "there are none under runs/ yet"
-    if known:
-        hint = nearest(Path(run).name, known)
-    places = " or ".join(dict.fromkeys([str(Path(run)), str(Path("runs") / run)]))
-    raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {places}, {hint}")
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
@@ -196,7 +174,11 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     same_heads = info.shares_heads(state["info"])
     fits = {}
     for name, value in weights.items():
-        if name not in own or not torch.is_tensor(value) or own[name].shape != value.shape:
+        if name not in own or not torch.is_tensor(value):
+            continue
+        if name == POSITIONS:
+            value = extended(value, own[name])
+        if own[name].shape != value.shape:
             continue
         if same_heads or not name.startswith(model.heads):
             fits[name] = value
@@ -218,6 +200,13 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
         if there != shape_of(value):
             parts.append(f"adapted: {name} {there} -> {shape_of(value)}")
     log.info("initialised from %s; %s", run, "; ".join(parts))
+
+
+def extended(positions: Tensor, own: Tensor) -> Tensor:
+    """Return position embeddings (N, dim), followed by a model's own for the places beyond N."""
+    if positions.shape[1:] != own.shape[1:]:
+        return positions
+    return torch.cat([positions.to(own), own[len(positions) :]])
 
 
 def other_shape(then: Any, now: Any) -> str:

@@ -18,7 +18,7 @@ from tools.compose import resolve
 
 pytest.importorskip("sklearn")
 QUICK = ROOT / "recipes/quickstart.yaml"
-FOLDERS = {"data": {"name": "imagefolder"}}
+FOLDERS = {"data": {"name": "imagefolder", "root": str(ROOT)}}
 
 WRONG = {  # invalid values by type
     bool: [1, "yes", [True]],

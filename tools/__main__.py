@@ -45,19 +45,22 @@ def main(argv: list[str]) -> int:
 
 
 def check(name: str, args: Namespace) -> None:
-    """Check the recipe of a command, its keys, and the folder of its data.
+    """Check the recipe of a command, its keys, and the files of its data; or the run of a command.
 
     Raises:
-        ConfigError: There is no such recipe, key or folder.
+        ConfigError: There is no such recipe, key, file or run.
     """
-    from tools.keys import check_folder, check_keys
+    from lion.recipe_files import find_run
+    from tools.keys import check_data, check_keys
     from tools.listing import complete_recipe, recipe_path
 
     if COMMANDS[name].synopsis.startswith("RECIPE [key=value"):
         path = complete_recipe(args.recipe)
         check_keys(path, args.overrides)
         if name != "show":  # which takes published numbers
-            check_folder(path, args.overrides)
+            check_data(path, args.overrides)
+    elif "run" in args and name != "bench inference":  # which also takes a recipe
+        find_run(args.run)
     elif name == "bench train":
         for recipe in args.recipes:
             recipe_path(recipe)

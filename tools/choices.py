@@ -18,7 +18,8 @@ from lion.evaluation.choices import MultipleChoice, interval
 from lion.evaluation.forms import form_label, forms_to_measure, measure
 from lion.evaluation.questions import Choices, Question, encode, read_questions
 from lion.layers.mixers.base import forms_of
-from lion.runs import find_run, open_run
+from lion.recipe_files import find_run
+from lion.runs import open_run
 from lion.tasks.causal_lm import CausalLM
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime

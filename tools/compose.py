@@ -21,7 +21,8 @@ from data.text.tokenizers import NoTokenizer, Tokenizer
 from lion.config import ConfigError
 from lion.progress import announced
 from lion.recipe import Recipe, free_keys, load_recipe
-from lion.runs import RECIPE, LoadedRun, find_run, stored_recipe
+from lion.recipe_files import RECIPE, find_run
+from lion.runs import LoadedRun, stored_recipe
 from lion.samples.base import Info, Splits
 from lion.samples.text import OtherVocabulary, TextInfo
 from lion.tasks import TASKS, Task

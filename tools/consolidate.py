@@ -11,7 +11,8 @@ import torch
 
 from lion.config import ConfigError
 from lion.files import write_atomic
-from lion.runs import find_run, lock_run
+from lion.recipe_files import find_run
+from lion.runs import lock_run
 from lion.trainer.checkpoint_files import CONSOLIDATED, MANIFEST, load_state, newest, write_manifest
 from lion.trainer.checkpointer import TENSORS
 from lion.trainer.parallel import join_shards

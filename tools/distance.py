@@ -43,7 +43,8 @@ from lion.evaluation.distances import (
 )
 from lion.files import keep_aside, save_json
 from lion.progress import progress
-from lion.runs import RECIPE, LoadedRun, find_run, open_run
+from lion.recipe_files import RECIPE, find_run
+from lion.runs import LoadedRun, open_run
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime

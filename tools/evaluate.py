@@ -18,12 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lion.config import ConfigError
 from lion.evaluation.forms import form_label
 from lion.evaluation.run import evaluate_run
 from lion.progress import rate
 from lion.recipe import Recipe
-from lion.runs import LoadedRun, find_run, open_run
+from lion.recipe_files import find_run
+from lion.runs import LoadedRun, open_run
 from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import check_rows
@@ -38,19 +38,7 @@ from tools.lengths import evaluate_lengths
 
 def main(argv: list[str]) -> int:
     args = options.evaluate(argv)
-    if args.chunk_size and args.form == "full":
-        raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
     wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
-    if args.choices and (args.lengths or args.split):
-        raise ConfigError(
-            f"--choices: the file brings its own text, leave {'--lengths' if args.lengths else '--split'} out"
-        )
-    for name in ("out", "tokens"):
-        if getattr(args, name) and not args.lengths:
-            raise ConfigError(f"--{name}: only for --lengths")
-    args.tokens = args.tokens or 2**18
-    if args.processes > 1 and (args.choices or args.lengths):
-        raise ConfigError(f"--processes: {'--choices' if args.choices else '--lengths'} runs in one process")
     if args.choices:
         return evaluate_choices(args)
     if args.lengths:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lion
-from data.folders import PLACED, find_root
+from data.folders import PLACED, check_path, find_root
 from lion.config import ConfigError, flatten, merge, nearest, parse_overrides
 from lion.recipe_files import OVERRIDE, read_layers
 
@@ -32,20 +32,31 @@ SOURCES = {  # the dataclasses of each section, as patterns of files or as `file
 MANY = 40  # with more settings than these, an error does not list them
 
 
-def check_folder(recipe: Path, overrides: Iterable[str]) -> None:
-    """Check that the folder of data which a person puts in place is there.
+def check_data(recipe: Path, overrides: Iterable[str]) -> None:
+    """Check that the files of data which a person puts in place are there.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such file or folder.
     """
     data: dict[str, Any] = {}
     for _, layer in layers_of(recipe, overrides):
         section = layer.get("data")
         if isinstance(section, dict):
             data = merge(data, section)
-    name, root = data.get("name"), data.get("root")
-    if name in PLACED and isinstance(root, str | None):
+    name = data.get("name")
+    root = data.get("root")
+    path = data.get("path")
+    if not all(is_text(value) for value in (name, root, path)):
+        return  # `lion.recipe.load_recipe` names the key
+    if name in PLACED:
         find_root(name, root)
+    if path is not None:
+        check_path(path)
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is None, or text that may be a path."""
+    return value is None or (isinstance(value, str) and "\0" not in value)
 
 
 def layers_of(recipe: Path, overrides: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:

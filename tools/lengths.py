@@ -26,7 +26,8 @@ from lion.config import ConfigError
 from lion.evaluation.forms import Form, form_label, forms_to_measure, measure
 from lion.evaluation.lengths import HeldOut, Windows
 from lion.layers.mixers.base import forms_of
-from lion.runs import LoadedRun, find_run, open_run
+from lion.recipe_files import find_run
+from lion.runs import LoadedRun, open_run
 from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from lion.config import ConfigError
 from tools.bench import OUT
 from tools.cli import Parser, count, counts, file_name, number
 from tools.commands import COMMANDS
@@ -24,6 +25,7 @@ MATMUL = ("highest", "high", "medium")
 DTYPES = ("float32", "bfloat16", "float16")
 SCALES = ("mini", "published")  # of the runs of a paper's table
 CHECKPOINTS = ("best", "last")
+HELD_OUT_TOKENS = 2**18  # of `eval --lengths`
 COMPILED_FROM = 500  # samples to predict; compilation takes as long as a few hundred images of a small model
 FEW = 10  # classes of `sample` without --classes
 FIGURES = "distance.json"
@@ -126,13 +128,25 @@ def evaluate(argv: list[str]) -> Namespace:
         "--choices", type=Path, metavar="FILE.jsonl", help="evaluate the multiple-choice questions of this file"
     )
     parser.add_argument(
-        "--tokens", type=count, help="with --lengths: most tokens of held-out text to use (default: 262144)"
+        "--tokens", type=count, help=f"with --lengths: most tokens of held-out text to use (default: {HELD_OUT_TOKENS})"
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="with --lengths: folder for the results and a plot")
     parser.add_argument(
         "--processes", type=count, default=1, help="processes on this machine that share the tokens of each row"
     )
-    return parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
+    if args.chunk_size and args.form == "full":
+        raise ConfigError("--chunk-size: the full form has no chunks, use --form chunk or rnn")
+    if args.choices and (args.lengths or args.split):
+        other = "--lengths" if args.lengths else "--split"
+        raise ConfigError(f"--choices: the file brings its own text, leave {other} out")
+    for name in ("out", "tokens"):
+        if getattr(args, name) and not args.lengths:
+            raise ConfigError(f"--{name}: only for --lengths")
+    if args.processes > 1 and (args.choices or args.lengths):
+        raise ConfigError(f"--processes: {'--choices' if args.choices else '--lengths'} runs in one process")
+    args.tokens = args.tokens or HELD_OUT_TOKENS
+    return args
 
 
 def list_recipes(argv: list[str]) -> Namespace:

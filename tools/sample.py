@@ -23,7 +23,8 @@ from torch import Tensor
 from lion.config import ConfigError, nearest
 from lion.files import write_atomic
 from lion.progress import progress
-from lion.runs import LoadedRun, find_run
+from lion.recipe_files import find_run
+from lion.runs import LoadedRun
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
 from lion.trainer.compilation import compile_blocks

@@ -26,9 +26,9 @@ from lion.evaluation.run import evaluate_run
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
 from lion.recipe import Recipe, differences, dump_recipe, free_keys, load_recipe
+from lion.recipe_files import RECIPE
 from lion.runs import (
     ENVIRONMENT,
-    RECIPE,
     SUMMARY,
     LoadedRun,
     check_unlocked,
@@ -294,16 +294,16 @@ def train(
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=workers)
 
     def describe(state: RunState) -> None:
-        """Warn of doubts, and store recipe and environment, now that all checks have passed.
+        """Store recipe and environment, now that all checks have passed, and warn of doubts about a new run.
 
         A complete run has them already.
         """
-        if runtime.main and not state.step:
-            for doubt in doubts(recipe, plan):
-                say(f"warning: {doubt}")
         if runtime.main and not state.finished:
             describe_folder(recipe, made_by, runtime.device)
             source.keep(recipe.folder)
+        if runtime.main and not state.step:
+            for doubt in doubts(recipe, plan):
+                say(f"warning: {doubt}")
 
     complete, place = trainer.fit(describe), trainer.state.progress_text()
     if not complete and runtime.main:

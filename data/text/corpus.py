@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.base import walk
-from data.folders import user_path
+from data.folders import check_path, user_path
 from data.hub import configuration, import_datasets, is_saved, load_saved, readable
 from data.splits import by_split, canonical
 from data.text.tables import kinds_of
@@ -235,10 +235,9 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
     Raises:
         ConfigError: There is no text.
     """
+    check_path(path)
     root = Path(os.path.abspath(user_path(path)))
     if not root.exists():
-        if suffix(root) in (*TEXT, *JSON, ".parquet"):  # not a Hub id
-            raise ConfigError(f"data.path: {path!r} is not a local file or folder, {root} does not exist")
         return Table(path, subset, split, column)
     if is_saved(root):
         return Table(path, None, split, column, sorted(root.rglob("*.arrow")))

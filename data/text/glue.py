@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.folders import user_path
+from data.folders import looks_like_path, user_path
 from data.text.sequences import (
     KINDS,
     LabelledConfig,
@@ -20,7 +20,7 @@ from data.text.sequences import (
 )
 from data.text.tables import number_in
 from data.text.text import KNOWN
-from data.text.tokenizers import Tokenizer, looks_like_path, open_tokenizer
+from data.text.tokenizers import Tokenizer, open_tokenizer
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data.base import is_hidden, say_once
-from data.folders import user_path
+from data.folders import check_path, user_path
 from data.hub import check_names, import_datasets, is_saved, load_saved, readable
 from data.splits import by_split, canonical, names_text, split_of
 from data.text.sequences import (
@@ -28,7 +28,7 @@ from data.text.sequences import (
 )
 from data.text.store import KeepsTokenizer, read_tokenizer
 from data.text.tables import DIALECTS, MISSING, kinds_of, number_in
-from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, looks_like_path, make_tokenizer, open_tokenizer
+from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
 from lion.files import save_json
@@ -192,8 +192,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                     raise ConfigError(f"data.path: {path}: {both} are both of split {name}; remove or rename one")
             check_names(files[0] for files in found.values() if files[0].suffix.lower() == ".parquet")
             return {name: (files[0], None, name) for name, files in found.items()}
-        if looks_like_path(config.path):
-            raise ConfigError(f"data.path: no file or folder {path}")
+        check_path(config.path)
         names = hub_splits(config.path, config.subset)
         if "train" not in names:
             raise ConfigError(f"data.path: {config.path!r} has no split 'train', it has {', '.join(names)}")

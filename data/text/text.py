@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig
-from data.folders import data_root, user_path
+from data.folders import data_root, looks_like_path, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.pool import worker_count
 from data.text.corpus import BORDERS, Corpus, open_corpus
@@ -33,7 +33,6 @@ from data.text.tokenizers import (
     WORDPIECE,
     Tokenizer,
     local_files,
-    looks_like_path,
     make_tokenizer,
     open_tokenizer,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from data.folders import data_root, user_path
+from data.folders import data_root, looks_like_path, user_path
 from data.hub import configure_hub
 from lion.config import ConfigError, nearest
 
@@ -193,10 +193,6 @@ def open_tokenizer(name: str) -> Tokenizer:
         raise NoTokenizer(
             f"data.tokenizer: no {name!r} in {place}, and it cannot be loaded from the Hub ({reason}){hint}"
         ) from None
-
-
-def looks_like_path(name: str) -> bool:
-    return name.startswith(("/", "~", ".")) or name.endswith((".json", ".txt"))
 
 
 def local_files(name: str) -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from lion.layers.layout import Layout
@@ -75,15 +74,11 @@ class TokenModel(Model):
     def adapt(self, weights: dict[str, Tensor], source: Model) -> dict[str, Tensor]:
         """Return `weights` with as many position embeddings as this model has, starting from the first.
 
-        Position embeddings that `source` does not have keep their initialisation.
+        If this model has more position embeddings than `source`, the weights do not fit.
         """
         if not isinstance(self.positions, nn.Embedding) or "positions.weight" not in weights:
             return weights
-        own = self.positions.weight.detach()
-        theirs = weights["positions.weight"][: len(own)]
-        if theirs.shape[1:] != own.shape[1:]:
-            return weights
-        return {**weights, "positions.weight": torch.cat([theirs.to(own), own[len(theirs) :]])}
+        return {**weights, "positions.weight": weights["positions.weight"][: self.longest]}
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return token embeddings x (B, L, dim) plus the embeddings of their positions (B or 1, L), if any."""

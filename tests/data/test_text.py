@@ -865,7 +865,7 @@ ONE_FILE = {"path": "texts/a.txt"}
             {**ONE_FILE, "tokenizer": "./texts"},
             r"data.tokenizer: .*texts holds none of tokenizer.json, vocab.txt, vocab.json",
         ),
-        (TWO, {"path": "nowhere.txt"}, "'nowhere.txt' is not a local file or folder"),
+        (TWO, {"path": "nowhere.txt"}, "data.path: no file or folder .*nowhere.txt"),
         (TWO, {"path": None}, "data.path: missing"),
         ({"a.txt": b"caf\xe9 \nand\n"}, {}, r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
         ({"a.jsonl": "{}\n"}, {}, "a.jsonl: no column holds text: the first row is empty"),

@@ -109,7 +109,7 @@ def test_positions_of_pixels_are_those_of_the_image():
     """Check position embeddings of a model for another size.
 
     Embeddings of pixels are interpolated to larger and smaller images. Of the embeddings of tokens a shorter model
-    takes the first; a longer model keeps its own for the other places.
+    takes the first; a longer model cannot use them.
     """
     small, large = (LRA(config("softmax"), classes=2, length=side**2) for side in (4, 8))
     grid = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, 4)] * 2, indexing="ij"), -1)
@@ -125,8 +125,7 @@ def test_positions_of_pixels_are_those_of_the_image():
     assert torch.equal(line.adapt(longer.state_dict(), longer)["positions.weight"], longer.positions.weight[:17])
     short, long = (LRA(config("softmax"), classes=2, length=n, vocabulary=9) for n in (4, 8))
     assert torch.equal(short.adapt(long.state_dict(), long)["positions.weight"], long.positions.weight[:4])
-    extended = torch.cat([short.positions.weight, long.positions.weight[4:]])
-    assert torch.equal(long.adapt(short.state_dict(), short)["positions.weight"], extended)
+    assert len(long.adapt(short.state_dict(), short)["positions.weight"]) == 4
 
 
 @pytest.mark.parametrize(("mixer", "tpe"), [("softmax", 0), ("softmax", 2), ("lion_s_hippo", 0)])

@@ -95,7 +95,7 @@ def test_an_object_or_its_fields(entry):
 
 
 @every_entry
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("form", "chunk_size")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("form", "chunk_size", "kernels")])
 def test_every_field_matters_or_is_refused(entry, name):
     settings = Settings(normalize="none", scale=0.5)  # the normalisation that accepts a scale
     if name in ("eps", "scan_merge"):

@@ -321,7 +321,7 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     call = ("bench", "ops", "--eager", "--out")
     assert "rnn' is timed in inference only" in refuse(capsys, "bench", "ops", "--form", "rnn", "--pass", "both")
-    assert "--mixer: invalid choice: 'lion', did you mean 'lion_" in refuse(capsys, "bench", "ops", "--mixer", "lion")
+    assert "unknown mixer 'lion', did you mean 'lion_" in refuse(capsys, "bench", "ops", "--mixer", "lion")
     out.write_text("")
     assert "is not a folder" in refuse(capsys, *call, out / "deeper")
     out.unlink()

@@ -249,15 +249,16 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     loaded = SimpleNamespace(model=torch.nn.Linear(1, 1), task=Spelling(), folder=tmp_path, recipe=recipe)
     for name, value in (("open_run", loaded), ("choose_form", None), ("resolve_run", None), ("open_data", Spelling())):
         monkeypatch.setattr(predict, name, lambda *args, value=value: value)
+    (tmp_path / "recipe.yaml").touch()
     rows = []
     for i in range(70):  # two batches; the longest word is in the second one
         word = chr(ord("a") + i % 26) * (1 + i % 7 + i // 64)
         file = tmp_path / f"{i}.txt"
         file.write_text(word)
         rows.append([str(file), word])
-    assert here("predict", "x", *[file for file, _ in rows], "--eager") == 0
+    assert here("predict", tmp_path, *[file for file, _ in rows], "--eager") == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == rows
-    assert here("predict", "x", rows[3][0], tmp_path / "gone.txt", "--eager") == 2
+    assert here("predict", tmp_path, rows[3][0], tmp_path / "gone.txt", "--eager") == 2
     assert capsys.readouterr().out.splitlines()[2:] == [f"{rows[3][0]}   dddd"]
 
 
@@ -417,9 +418,13 @@ def test_options_have_the_names_of_the_tables():
 
 
 def test_options_are_checked_before_anything_is_loaded():
-    for words, message in (
+    refused = (
         (["eval", "run", "--fromat"], "run.sh eval: unknown option --fromat: did you mean '--form'?"),
         (["lst"], "unknown command 'lst', did you mean 'list'?"),
+        (["eval", "nosuch"], "run 'nosuch': no recipe.yaml in nosuch or runs/nosuch, "),
+        (["export", "nosuch", "out"], "run 'nosuch': no recipe.yaml in nosuch or runs/nosuch, "),
+        (["texts", "data.path=nosuch/"], "data.path: no file or folder "),
+        (["gpt2_tiny_lion_s", "data.name=text", "data.path=nosuch.txt"], "data.path: no file or folder "),
         (["show", "quickstrat"], "quickstrat: no such recipe, did you mean 'quickstart'?"),
         (["show", "quickstart", "--process=3", "--x"], "run.sh show: unknown option --x"),
         (["bench", "ops", "--length", "0"], "run.sh bench ops: --length: expected at least 1, got 0"),
@@ -427,11 +432,14 @@ def test_options_are_checked_before_anything_is_loaded():
         (["quickstart", "lr=1"], "override: unknown key 'lr': did you mean 'optim.lr'?"),
         (["show", "quickstart", "tainer.epochs=1"], "override: unknown key 'tainer': did you mean 'trainer.epochs'?"),
         (["quickstart", "model.attention.conv_wdth=4"], "override: unknown key 'model.attention.conv_wdth': did you"),
-    ):
-        code = f"import sys; from tools.__main__ import main\ntry: main({words!r})\n"
-        code += "except Exception as e: print(e, 'torch' in sys.modules)"
-        done = python("-c", code)
-        assert done.stdout.startswith(message) and done.stdout.endswith("False\n"), done
+    )
+    code = f"import sys\nfrom tools.__main__ import main\nfor words in {[words for words, _ in refused]!r}:\n"
+    code += " try: main(words)\n except Exception as e: print(str(e).partition('\\n')[0], 'torch' in sys.modules)"
+    done = python("-c", code)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(refused), done
+    for line, (_, message) in zip(lines, refused):
+        assert line.startswith(message) and line.endswith("False"), line
     code = "import sys\nfrom tools.options import READERS\nfor read in READERS.values():\n try: read(['--help'])\n"
     code += " except SystemExit: pass\nprint('torch' in sys.modules)"
     done = python("-c", code)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
-from lion.runs import RECIPE
+from lion.recipe_files import RECIPE
 from lion.trainer import checkpointer
 from lion.trainer.checkpoint_files import FOLDER, copied, load_state, newest, steps_of
 from lion.trainer.parallel import join_shards

@@ -34,7 +34,8 @@ from lion.inference.text import MODES, PIECE, streaming_mode
 from lion.layers.mixers import SOFTMAX
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
-from lion.runs import find_run, read_run
+from lion.recipe_files import find_run
+from lion.runs import read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
 from tools import options

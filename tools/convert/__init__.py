@@ -27,7 +27,8 @@ import torch
 from lion.config import ConfigError, flatten, to_dict
 from lion.files import save_json, save_text, sync
 from lion.recipe import Recipe, dump_recipe
-from lion.runs import ENVIRONMENT, RECIPE, build_on_meta, check_weights
+from lion.recipe_files import RECIPE
+from lion.runs import ENVIRONMENT, build_on_meta, check_weights
 from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
 from lion.trainer.runtime import environment
 from tools import options

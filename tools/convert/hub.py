@@ -12,7 +12,7 @@ from data.text.store import TOKENIZER
 from data.text.tokenizers import local_files, open_tokenizer
 from lion.config import ConfigError, flatten
 from lion.recipe import Recipe
-from lion.runs import RECIPE
+from lion.recipe_files import RECIPE
 from lion.samples.base import Info
 from lion.tasks import TASKS
 from tools.convert.base import Converter, Setting, checked

@@ -19,7 +19,8 @@ from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, to_dict
 from lion.files import save_json, save_text
 from lion.recipe import Recipe, dump_recipe
-from lion.runs import RECIPE, LoadedRun, count_parameters
+from lion.recipe_files import RECIPE
+from lion.runs import LoadedRun, count_parameters
 from lion.samples.images import ImageInfo
 from lion.samples.text import TextInfo
 from tools.compose import open_tokenizer_of, resolve_run

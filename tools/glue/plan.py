@@ -15,8 +15,8 @@ from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
 from lion.config import ConfigError, build, merge, nearest, setting, to_dict
 from lion.files import save_text
 from lion.recipe import Recipe, differences
-from lion.recipe_files import read_layers
-from lion.runs import RECIPE, find_run, read_run, stored_recipe
+from lion.recipe_files import RECIPE, find_run, read_layers
+from lion.runs import read_run, stored_recipe
 from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM
 from tools.compose import check_tokenizer, open_data, resolve, resolve_run
