@@ -9,6 +9,7 @@ from lion.config import ConfigError, nearest
 from lion.yaml_text import parse_yaml
 
 RECIPE = "recipe.yaml"  # in the folder of a run
+SUMMARY = "summary.json"  # of a complete run
 OVERRIDE = "override"  # the source of keys from the command line
 
 

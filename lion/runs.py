@@ -23,7 +23,6 @@ from lion.trainer.compilation import compile_blocks
 log = logging.getLogger("lion")
 
 ENVIRONMENT = "environment.json"
-SUMMARY = "summary.json"
 LOCK = ".lock"
 POSITIONS = "positions.weight"  # of models of tokens
 

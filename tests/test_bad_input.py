@@ -6,10 +6,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from lion.config import merge
+from lion.config import ConfigError, merge
 from tests.helpers import TINY, here, refuse, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
+from tools.keys import check_data
 
 pytest.importorskip("sklearn")
 
@@ -196,6 +197,12 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     line = refuse(capsys, "train", "recipes/deit_tiny_lion_s.yaml", f"data.root={tmp_path}/gone")
     assert f"no folder {tmp_path}/gone" in line
     assert not (tmp_path / "runs").exists()
+    recipe = tiny_recipe(tmp_path, **FOLDERS)
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "summary.json").touch()
+    check_data(recipe, [f"run.root={tmp_path}/runs"])  # the command shows the summary of a complete run
+    with pytest.raises(ConfigError, match="no folder"):
+        check_data(recipe, [f"run.root={tmp_path}/runs", "run.name=other"])
 
 
 def pictures(root, layout):

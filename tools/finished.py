@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from lion.config import ConfigError
 from lion.recipe import Recipe
-from lion.recipe_files import find_run
-from lion.runs import ENVIRONMENT, SUMMARY, build_on_meta, count_parameters, read_run
+from lion.recipe_files import SUMMARY, find_run
+from lion.runs import ENVIRONMENT, build_on_meta, count_parameters, read_run
 from lion.samples.base import Info
 from lion.tasks import Task
 from lion.tasks.metrics import Metric, MetricOfMeans

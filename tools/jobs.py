@@ -19,7 +19,7 @@ import torch
 from lion.layers.mixers import MIXERS
 from lion.progress import progress
 from lion.recipe import Recipe
-from lion.runs import SUMMARY
+from lion.recipe_files import SUMMARY
 from lion.trainer.checkpoint_files import steps_of
 from tools.cli import say
 from tools.processes import ending, kill_tree, start_command

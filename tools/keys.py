@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import lion
-from data.folders import PLACED, check_path, find_root
+from data.folders import PLACED, check_path, find_root, user_path
 from lion.config import ConfigError, flatten, merge, nearest, parse_overrides
-from lion.recipe_files import OVERRIDE, read_layers
+from lion.recipe_files import OVERRIDE, SUMMARY, read_layers
 
 FOLDERS = {"lion": Path(lion.__file__).parent, "data": Path(__file__).parents[1] / "data"}  # also of a wheel
 SOURCES = {  # the dataclasses of each section, as patterns of files or as `file:class`
@@ -33,16 +33,17 @@ MANY = 40  # with more settings than these, an error does not list them
 
 
 def check_data(recipe: Path, overrides: Iterable[str]) -> None:
-    """Check that the files of data which a person puts in place are there.
+    """Check that the files of data which a person puts in place are there; a complete run needs none.
 
     Raises:
         ConfigError: There is no such file or folder.
     """
-    data: dict[str, Any] = {}
-    for _, layer in layers_of(recipe, overrides):
-        section = layer.get("data")
-        if isinstance(section, dict):
-            data = merge(data, section)
+    layers = layers_of(recipe, overrides)
+    run = section_of(layers, "run")
+    folder = user_path(str(run.get("root", "runs"))) / str(run.get("name") or recipe.stem)
+    if (folder / SUMMARY).is_file():
+        return
+    data = section_of(layers, "data")
     name = data.get("name")
     root = data.get("root")
     path = data.get("path")
@@ -57,6 +58,16 @@ def check_data(recipe: Path, overrides: Iterable[str]) -> None:
 def is_text(value: Any) -> bool:
     """Return whether a value is None, or text that may be a path."""
     return value is None or (isinstance(value, str) and "\0" not in value)
+
+
+def section_of(layers: Iterable[tuple[str, dict[str, Any]]], section: str) -> dict[str, Any]:
+    """Return the settings of a section that a recipe and its overrides name."""
+    found: dict[str, Any] = {}
+    for _, layer in layers:
+        held = layer.get(section)
+        if isinstance(held, dict):
+            found = merge(found, held)
+    return found
 
 
 def layers_of(recipe: Path, overrides: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:

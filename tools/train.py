@@ -26,10 +26,9 @@ from lion.evaluation.run import evaluate_run
 from lion.files import keep_aside, save_json, save_text
 from lion.models.base import Model
 from lion.recipe import Recipe, differences, dump_recipe, free_keys, load_recipe
-from lion.recipe_files import RECIPE
+from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import (
     ENVIRONMENT,
-    SUMMARY,
     LoadedRun,
     check_unlocked,
     count_parameters,

@@ -18,8 +18,8 @@ import yaml
 
 from data.text.glue import TASKS
 from lion.config import ConfigError, to_dict
-from lion.recipe_files import RECIPE
-from lion.runs import SUMMARY, init_from, lock_run, open_run
+from lion.recipe_files import RECIPE, SUMMARY
+from lion.runs import init_from, lock_run, open_run
 from tests.helpers import glue_folder, here, refuse
 from tests.tools.queues import Forked, command_here
 from tools import __main__ as commands

@@ -13,8 +13,8 @@ from data.text.labelled import COLUMNS
 from lion.config import ConfigError
 from lion.distribution import NAME
 from lion.recipe import Recipe
-from lion.recipe_files import RECIPE
-from lion.runs import ENVIRONMENT, SUMMARY, LoadedRun, count_parameters
+from lion.recipe_files import RECIPE, SUMMARY
+from lion.runs import ENVIRONMENT, LoadedRun, count_parameters
 from lion.samples.sequences import PIXELS
 from tools.compose import metric_of
 from tools.evaluate import as_table

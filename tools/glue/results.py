@@ -14,7 +14,7 @@ import yaml
 from data.text.glue import TASKS
 from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
-from lion.runs import SUMMARY
+from lion.recipe_files import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.cli import table
 from tools.compose import resolve, resolve_run

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from lion.config import ConfigError
-from lion.runs import SUMMARY
+from lion.recipe_files import SUMMARY
 from tools import glue
 from tools.cli import say
 from tools.glue.scores import Scores, read_scores

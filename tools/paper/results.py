@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from data.manifest import short_hash
 from lion.layers.mixers.lion import FixedDecay
-from lion.runs import SUMMARY, open_run
+from lion.recipe_files import SUMMARY
+from lion.runs import open_run
 from tools import distance, evaluate
 from tools.finished import Run, load
 from tools.jobs import usual_form
