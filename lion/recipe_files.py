@@ -52,23 +52,32 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
     return layers
 
 
+def run_folder(run: str | Path) -> Path | None:
+    """Return the folder of a run, a path or a name under `runs/`; None if there is no such run."""
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / RECIPE).is_file():
+            return folder
+    return None
+
+
 def find_run(run: str | Path) -> Path:
-    """Return the folder of a run; `run` is a path or a name under `runs/`.
+    """Return the folder of a run, see `run_folder`.
 
     Raises:
         ConfigError: There is no such run; the message has the nearest name.
     """
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / RECIPE).is_file():
-            return folder
-    for place in Path(run).parents:
+    folder = run_folder(run)
+    if folder is not None:
+        return folder
+    path = Path(run)
+    for place in path.parents:
         if place.name and (place / RECIPE).is_file():
             raise ConfigError(f"run {str(run)!r}: not a run's folder, did you mean {str(place)!r}?")
-    if Path(run).is_file():
+    if path.is_file():
         raise ConfigError(f"run {str(run)!r}: a file, not a run's folder; ./run.sh convert makes a run of a checkpoint")
     known = sorted(p.parent.name for p in Path("runs").glob(f"*/{RECIPE}"))
     hint = "there are none under runs/ yet"
     if known:
-        hint = nearest(Path(run).name, known)
-    places = " or ".join(dict.fromkeys([str(Path(run)), str(Path("runs") / run)]))
+        hint = nearest(path.name, known)
+    places = " or ".join(dict.fromkeys([str(path), str("runs" / path)]))
     raise ConfigError(f"run {str(run)!r}: no {RECIPE} in {places}, {hint}")

@@ -10,7 +10,7 @@ from lion.config import ConfigError, merge
 from tests.helpers import TINY, here, refuse, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
-from tools.keys import check_data
+from tools.keys import check_files, layers_of
 
 pytest.importorskip("sklearn")
 
@@ -200,9 +200,9 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     recipe = tiny_recipe(tmp_path, **FOLDERS)
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "summary.json").touch()
-    check_data(recipe, [f"run.root={tmp_path}/runs"])  # the command shows the summary of a complete run
+    check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs"]))  # complete
     with pytest.raises(ConfigError, match="no folder"):
-        check_data(recipe, [f"run.root={tmp_path}/runs", "run.name=other"])
+        check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
 
 
 def pictures(root, layout):

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 from tools.commands import COMMANDS, help_for, parse_command
 
@@ -24,6 +23,7 @@ def main(argv: list[str]) -> int:
         return 0
     from lion.config import ConfigError, nearest
     from lion.progress import announced
+    from lion.recipe_files import RECIPE, run_folder
     from tools.listing import recipe_names
     from tools.options import READERS
 
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     if name in recipes:
         name, rest = "train", argv
     if name not in COMMANDS:
-        if (run := stopped_run(name)) is not None:
-            raise ConfigError(f"{name!r} is a run: ./run.sh {run} trains it to its end")
+        if (run := run_folder(name)) is not None:
+            raise ConfigError(f"{name!r} is a run: ./run.sh {run / RECIPE} trains it to its end")
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
     if name in READERS:  # the others pass their options on to another program
@@ -51,25 +51,20 @@ def check(name: str, args: Namespace) -> None:
         ConfigError: There is no such recipe, key, file or run.
     """
     from lion.recipe_files import find_run
-    from tools.keys import check_data, check_keys
+    from tools.keys import check_files, check_keys, layers_of
     from tools.listing import complete_recipe, recipe_path
 
     if COMMANDS[name].synopsis.startswith("RECIPE [key=value"):
         path = complete_recipe(args.recipe)
-        check_keys(path, args.overrides)
+        layers = layers_of(path, args.overrides)
+        check_keys(layers)
         if name != "show":  # which takes published numbers
-            check_data(path, args.overrides)
+            check_files(path, layers)
     elif "run" in args and name != "bench inference":  # which also takes a recipe
         find_run(args.run)
     elif name == "bench train":
         for recipe in args.recipes:
             recipe_path(recipe)
-
-
-def stopped_run(name: str) -> Path | None:
-    """Return the recipe of a run, given by its folder or by its name under runs/; None if there is no such run."""
-    found = (folder / "recipe.yaml" for folder in (Path(name), Path("runs", name)))
-    return next((path for path in found if path.is_file()), None)
 
 
 if __name__ == "__main__":

@@ -29,16 +29,16 @@ SOURCES = {  # the dataclasses of each section, as patterns of files or as `file
     "run": "lion/recipe.py:RunConfig",
     "model.attention": "lion/layers/mixers/*.py",
 }
+Layers = list[tuple[str, dict[str, Any]]]
 MANY = 40  # with more settings than these, an error does not list them
 
 
-def check_data(recipe: Path, overrides: Iterable[str]) -> None:
+def check_files(recipe: Path, layers: Layers) -> None:
     """Check that the files of data which a person puts in place are there; a complete run needs none.
 
     Raises:
         ConfigError: There is no such file or folder.
     """
-    layers = layers_of(recipe, overrides)
     run = section_of(layers, "run")
     folder = user_path(str(run.get("root", "runs"))) / str(run.get("name") or recipe.stem)
     if (folder / SUMMARY).is_file():
@@ -60,7 +60,7 @@ def is_text(value: Any) -> bool:
     return value is None or (isinstance(value, str) and "\0" not in value)
 
 
-def section_of(layers: Iterable[tuple[str, dict[str, Any]]], section: str) -> dict[str, Any]:
+def section_of(layers: Layers, section: str) -> dict[str, Any]:
     """Return the settings of a section that a recipe and its overrides name."""
     found: dict[str, Any] = {}
     for _, layer in layers:
@@ -70,20 +70,23 @@ def section_of(layers: Iterable[tuple[str, dict[str, Any]]], section: str) -> di
     return found
 
 
-def layers_of(recipe: Path, overrides: Iterable[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the files of a recipe and its overrides, each with its source; later ones take precedence."""
+def layers_of(recipe: Path, overrides: Iterable[str]) -> Layers:
+    """Return the files of a recipe and its overrides, each with its source; later ones take precedence.
+
+    Raises:
+        ConfigError: A file or an override that cannot be read.
+    """
     return [*read_layers(recipe), (OVERRIDE, parse_overrides(overrides))]
 
 
-def check_keys(recipe: Path, overrides: Iterable[str]) -> None:
+def check_keys(layers: Layers) -> None:
     """Check that every key of a recipe and its overrides is the name of a setting.
 
     A recipe with modules of its own (`imports`) is left out, because they may add settings.
 
     Raises:
-        ConfigError: An unknown key, or a file that cannot be read.
+        ConfigError: An unknown key.
     """
-    layers = layers_of(recipe, overrides)
     if any("imports" in layer for _, layer in layers):
         return
     settings = {section: names_in(source) for section, source in SOURCES.items()}

@@ -41,7 +41,7 @@ from tools.cost import describe_busy
 from tools.export import FORMATS
 from tools.glue import TASKS
 from tools.gpu.targets import TARGETS
-from tools.keys import SOURCES, check_keys, names_in
+from tools.keys import SOURCES, check_keys, layers_of, names_in
 from tools.listing import RECIPES, listing, recipe_files, recipe_names, recipe_path
 from tools.mixers import mixer_rows, mixer_table
 from tools.show import activation_bytes, parts
@@ -785,7 +785,7 @@ def test_a_command_is_kept_without_the_folders_of_a_machine():
 def test_no_key_of_our_recipes_is_refused_before_pytorch_is_loaded():
     """Check that every setting of every section is found in the source, by the keys of all shipped recipes."""
     for path in recipe_files().values():
-        check_keys(path, [])
+        check_keys(layers_of(path, []))
     for section, settings in (("trainer", TrainerConfig), ("optim", OptimConfig), ("data", ImageFolder.Config)):
         assert {field.name for field in fields(settings)} <= names_in(SOURCES[section])
 
