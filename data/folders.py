@@ -22,6 +22,14 @@ PLACED = {  # by name, how to get the files
     ),
 }
 
+ABOVE = "data.root=PATH or $LION_DATA set the folder above; data.download=true downloads it"
+DOWNLOADED = {  # by name, the folder below the root that torchvision reads
+    "cifar10": "cifar-10-batches-py",
+    "cifar100": "cifar-100-python",
+    "mnist": "MNIST/raw",
+    "fashion_mnist": "FashionMNIST/raw",
+}
+
 
 def data_root() -> Path:
     """Return the data root: `$LION_DATA`, else `lion` in the user's cache folder."""
@@ -51,13 +59,29 @@ def check_path(path: str) -> None:
         raise ConfigError(f"data.path: no file or folder {place.absolute()}")
 
 
+def root_of(name: str, root: str | None) -> Path:
+    """Return the folder of a data set: `root`, by default its folder under the data root."""
+    return user_path(root) if root else data_root() / name
+
+
 def find_root(name: str, root: str | None) -> Path:
     """Return the folder of a data set of `PLACED`: `root`, by default its folder under the data root.
 
     Raises:
         ConfigError: The folder is missing. The message names the folder, its settings, and how to get the data.
     """
-    folder = user_path(root) if root else data_root() / name
+    folder = root_of(name, root)
     if not folder.is_dir():
         raise ConfigError(f"data set '{name}': no folder {folder} (set data.root=PATH or $LION_DATA); {PLACED[name]}")
     return folder
+
+
+def check_downloaded(name: str, root: str | None) -> None:
+    """Check that the folder of a data set of `DOWNLOADED` exists.
+
+    Raises:
+        ConfigError: The folder is missing. The message names it, its settings, and how to get the data.
+    """
+    folder = root_of(name, root) / DOWNLOADED[name]
+    if not folder.is_dir():
+        raise ConfigError(f"data set '{name}': no folder {folder} ({ABOVE})")

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from data.folders import DOWNLOADED
 from lion.config import ConfigError, merge
 from tests.helpers import TINY, here, refuse, tiny_recipe
 from tools import __main__ as commands
@@ -203,6 +204,17 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs"]))  # complete
     with pytest.raises(ConfigError, match="no folder"):
         check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
+
+
+@pytest.mark.parametrize("name", DOWNLOADED)
+def test_a_set_of_torchvision_is_missed_before_pytorch_is_loaded(tmp_path, name):
+    recipe = tiny_recipe(tmp_path)
+    own = [f"run.root={tmp_path}/runs", f"data.name={name}", f"data.root={tmp_path}"]
+    with pytest.raises(ConfigError, match=f"no folder {tmp_path}/.+data.download=true"):
+        check_files(recipe, layers_of(recipe, own))
+    check_files(recipe, layers_of(recipe, [*own, "data.download=true"]))
+    (tmp_path / DOWNLOADED[name]).mkdir(parents=True)
+    check_files(recipe, layers_of(recipe, own))
 
 
 def pictures(root, layout):

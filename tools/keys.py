@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lion
-from data.folders import PLACED, check_path, find_root, user_path
+from data.folders import DOWNLOADED, PLACED, check_downloaded, check_path, find_root, user_path
 from lion.config import ConfigError, flatten, merge, nearest, parse_overrides
 from lion.recipe_files import OVERRIDE, SUMMARY, read_layers
 
@@ -51,6 +51,8 @@ def check_files(recipe: Path, layers: Layers) -> None:
         return  # `lion.recipe.load_recipe` names the key
     if name in PLACED:
         find_root(name, root)
+    if name in DOWNLOADED and not data.get("download"):
+        check_downloaded(name, root)
     if path is not None:
         check_path(path)
 

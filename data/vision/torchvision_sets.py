@@ -9,7 +9,7 @@ from typing import ClassVar
 from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionDataset
 
 from data.base import locked
-from data.folders import data_root, user_path
+from data.folders import ABOVE, DOWNLOADED, check_downloaded, root_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
@@ -34,18 +34,17 @@ class TorchvisionSet(Pictures):
 
     def build(self) -> Splits:
         config, source = self.config, self.source
-        root = user_path(config.root) if config.root else data_root() / config.name
+        root = root_of(config.name, config.root)
+        if not config.download:
+            check_downloaded(config.name, config.root)
         alone = locked(root.with_name(f".{root.name}.download.lock")) if config.download else contextlib.nullcontext()
         try:
             with alone:
                 train, test = (source(str(root), train=train, download=config.download) for train in (True, False))
         except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
-            folder = root / getattr(source, "base_folder", f"{source.__name__}/raw")
-            raise ConfigError(
-                f"data set '{config.name}': {reason} in {folder} (data.root=PATH or $LION_DATA set the folder above; "
-                f"data.download=true downloads it)"
-            ) from None
+            folder = root / DOWNLOADED[config.name]
+            raise ConfigError(f"data set '{config.name}': {reason} in {folder} ({ABOVE})") from None
         return build_pictures(config, train, test=test)
 
     def published(self) -> tuple[ImageInfo, int]:

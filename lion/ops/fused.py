@@ -220,52 +220,16 @@ def gradients_op(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
     how = {"BLOCK": min(call.tile, 32), **call.tiles, **call.flags, "num_stages": 2}
     queries_kernel[call.grid](
-        q,
-        k,
-        v,
-        *call.masks,
-        low,
-        up,
-        end,
-        S,
-        z_of_S,
-        y,
-        z,
-        dy,
-        dq,
-        delta,
-        d_low,
-        d_up,
-        *call.sizes,
-        *strides,
-        **how,
-        num_warps=4,
-    )
+        q, k, v, *call.masks, low, up, end, S, z_of_S, y, z, dy, dq, delta, d_low, d_up, *call.sizes, *strides,
+        **how, num_warps=4,
+    )  # fmt: skip
     G, z_of_G = torch.empty_like(S), torch.empty_like(z_of_S)
     if call.count > 1:
         call.states(q, dy, (z, delta), (low, up, end), G, z_of_G, gradient=True)
     keys_kernel[call.grid](
-        q,
-        k,
-        v,
-        *call.masks,
-        low,
-        up,
-        end,
-        G,
-        z_of_G,
-        z,
-        delta,
-        dy,
-        dk,
-        dv,
-        d_low,
-        d_up,
-        *call.sizes,
-        *strides,
-        **how,
-        num_warps=8,  # of 4 warps, registers would spill to memory
-    )
+        q, k, v, *call.masks, low, up, end, G, z_of_G, z, delta, dy, dk, dv, d_low, d_up, *call.sizes, *strides,
+        **how, num_warps=8,  # of 4 warps, registers would spill to memory
+    )  # fmt: skip
     return dq, dk, dv, d_sums
 
 

@@ -88,6 +88,13 @@ def are_real(i, length, valid, b, VALID: tl.constexpr):
 
 
 @triton.jit
+def load_keys(k, stride, j, real, MAP: tl.constexpr, D: tl.constexpr):
+    """Load phi(k_j) of keys j of k (L, D), 0 where `real` is False."""
+    x = phi(load_tokens(k, stride, j, real, D), MAP)
+    return tl.where(real[:, None], x, 0.0).to(k.dtype.element_ty)
+
+
+@triton.jit
 def load_sums(low, up, i, DECAY: tl.constexpr):
     """Load the prefix sums of tokens i, 0 without decays."""
     if DECAY:
@@ -262,7 +269,7 @@ def outputs_kernel(
     for first in range(0, tl.minimum(C, L - c * C), BLOCK):
         j = c * C + first + tl.arange(0, BLOCK)
         key = are_real(j, L, valid, b, VALID)
-        k_j = tl.where(key[:, None], phi(load_tokens(k, k_l, j, key, D), MAP), 0.0).to(narrow)
+        k_j = load_keys(k, k_l, j, key, MAP, D)
         low_j, up_j = load_sums(low, up, j, DECAY)
         seg_j = load_segments(segment, b, L, j, PACKED)
         m = mask_of(
@@ -340,7 +347,7 @@ def queries_kernel(
     for first in range(0, tl.minimum(C, L - c * C), BLOCK):
         j = c * C + first + tl.arange(0, BLOCK)
         key = are_real(j, L, valid, b, VALID)
-        k_j = tl.where(key[:, None], phi(load_tokens(k, k_l, j, key, D), MAP), 0.0).to(narrow)
+        k_j = load_keys(k, k_l, j, key, MAP, D)
         v_j = load_tokens(v, v_l, j, key, E)
         low_j, up_j = load_sums(low, up, j, DECAY)
         seg_j = load_segments(segment, b, L, j, PACKED)
@@ -390,7 +397,7 @@ def keys_kernel(
     narrow = q.dtype.element_ty
     j = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = are_real(j, L, valid, b, VALID)
-    k_j = tl.where(real[:, None], phi(load_tokens(k, k_l, j, real, D), MAP), 0.0).to(narrow)
+    k_j = load_keys(k, k_l, j, real, MAP, D)
     v_j = load_tokens(v, v_l, j, real, E)
     low_j, up_j = load_sums(low, up, j, DECAY)
     seg_j = load_segments(segment, b, L, j, PACKED)

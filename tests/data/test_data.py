@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 import data
 from data import pool
 from data.base import DataConfig, DataSet, locked
-from data.folders import data_root
+from data.folders import DOWNLOADED, data_root
 from data.hub import configuration
 from data.splits import split_of
 from data.vision import torchvision_sets
@@ -501,10 +501,11 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
 def test_files_that_are_not_there(tmp_path, monkeypatch, name):
-    with pytest.raises(
-        ConfigError,
-        match=rf"data set '{name}': Dataset not found.* in {tmp_path}/.*(raw|py|python) .*data.download=true",
-    ):
+    folder = tmp_path / DOWNLOADED[name]
+    with pytest.raises(ConfigError, match=f"data set '{name}': no folder {folder} .*data.download=true"):
+        make(name, root=str(tmp_path))
+    folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"data set '{name}': Dataset not found.* in {folder} .*data.download=true"):
         make(name, root=str(tmp_path))
     kind, calls = getattr(torchvision.datasets, name.upper().replace("FASHION_", "Fashion")), []
     monkeypatch.setattr(kind, "download", lambda self: calls.append("download"))

@@ -44,6 +44,7 @@ CASES = {
     "extreme decays": {"decay": "steep"},
     "small row sums": {"eps": 3.0},
     "bfloat16": {"dtype": torch.bfloat16, "D": 64, "E": 64},
+    "float16": {"dtype": torch.float16},
 }
 
 
