@@ -16,8 +16,9 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, TypeVar
 
+C = TypeVar("C")
 LARGEST_INT = 2**63 - 1  # limit of seeds and counters
 DEEPEST = 20  # maximum number of names in a dotted key
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that are invalid in files and paths
@@ -326,7 +327,18 @@ def rounding(config: Any, key: str = "") -> dict[str, Any]:
     return found
 
 
-def fill(config: Any, values: dict[str, Any]) -> Any:
+def present(value: C | None) -> C:
+    """Return a value that is there.
+
+    Raises:
+        ValueError: It is None, such as a setting that is not resolved.
+    """
+    if value is None:
+        raise ValueError("expected a value, got None")
+    return value
+
+
+def fill(config: C, values: dict[str, Any]) -> C:
     """Return a copy of a dataclass in which fields that are None are filled from `values`, section by section."""
     filled = copy.copy(config)
     for name, value in values.items():

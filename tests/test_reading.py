@@ -27,9 +27,9 @@ class Reading(NamedTuple):
 
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(47_300, 12, 5.9),
-    "lion/layers": Reading(38_400, 13, 11.4),
-    "lion": Reading(163_750, 10, 6.5),
-    "data": Reading(49_000, 11, 15.0),
+    "lion/layers": Reading(39_250, 12, 9.8),
+    "lion": Reading(164_700, 10, 6.2),
+    "data": Reading(49_100, 11, 14.8),
     "tools": Reading(115_150, 12, 22.2),
 }
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lion.layers.mixers import SoftmaxAttention, mixers_of
-from lion.layers.mixers.softmax import reserve
+from lion.layers.mixers import mixers_of
+from lion.layers.mixers.softmax import CachedAttention, reserve
 from lion.models.gpt import GPT
 from lion.ops.settings import number
 from lion.samples.seeds import derive, uniform
@@ -29,7 +29,7 @@ ROOM = 256  # tokens by which a KV cache grows at once, at most
 
 def streaming_mode(model: GPT) -> str:
     """Return the mode in which a model continues from a state."""
-    if isinstance(mixers_of(model)[0], SoftmaxAttention):
+    if isinstance(mixers_of(model)[0], CachedAttention):
         return "kv"
     return "rnn"
 

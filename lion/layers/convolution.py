@@ -121,7 +121,7 @@ def border(x: Tensor, layout: Layout, count: int, reverse: bool) -> Tensor:
     The first ones are in reverse order. The last of C + 1 channels is 1 for a token, and 0 where there is none.
     """
     kept, index = layout.valid, layout.segment_index
-    if index is not None:
+    if kept is not None and index is not None:
         kept = kept & (index == (index[:, :1] if reverse else index[:, -1:]))
     if kept is None:  # nothing but these tokens is copied
         x = x[:, :count] if reverse else x[:, max(x.shape[1] - count, 0) :]
@@ -183,7 +183,7 @@ class Window(nn.Module):
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, Tensor]:
         """Map a prompt x (B, L, C). Return the output, and the state after the last segment."""
-        valid = layout.valid if layout.segment_index is None else layout.in_last_segment()
+        valid = layout.in_last_segment()
         last = x if valid is None else x.masked_fill(~valid[..., None], 0)
         return self(x, layout), last_tokens(self.initial_state(len(x)).to(x.dtype), last, layout.valid)
 
@@ -237,7 +237,9 @@ class Shift(Window):
     def other(self, x: Tensor, row: Row) -> Tensor:
         """Return the other token of each place of x (B, L, C), or the mean of both; 0 outside the segment."""
         others = [row.neighbour(x, s) for s in self.offsets if s]
-        return sum(others) / len(others)
+        if len(others) == 1:
+            return others[0]
+        return (others[0] + others[1]) / 2
 
 
 class TokenShift(Shift):

@@ -110,10 +110,10 @@ class Layout(NamedTuple):
         """Return this layout with padding and segments, see `of`."""
         if torch.is_tensor(segments) and segments.dtype == torch.bool:
             valid, segments = segments if valid is None else valid & segments, None
-        if valid is None and segments is None:
-            return self
         check_masks(x[:, None], valid, segments)
         index, valid = segment_index(valid, segments)
+        if valid is None:
+            return self
         positions = valid.cumsum(1) - 1
         if index is not None:  # positions restart in each segment
             first = segment_starts(index, first=True)
@@ -173,15 +173,20 @@ class Layout(NamedTuple):
         """Return the position (B,), in the last segment, of the token that would follow x (B, L, dim)."""
         if self.positions is None:
             return torch.full((x.shape[0],), x.shape[1], device=x.device)
-        last = self.valid if self.segment_index is None else self.in_last_segment()
-        return self.positions.masked_fill(~last, -1).amax(1) + 1
+        positions = self.positions
+        last = self.in_last_segment()
+        if last is not None:
+            positions = positions.masked_fill(~last, -1)
+        return positions.amax(1) + 1
 
-    def count(self, x: Tensor) -> Tensor | int:
+    def tokens_of(self, x: Tensor) -> Tensor | int:
         """Return the number of tokens x (B, L, dim) that are not padding: L, or (B,) if there is a mask."""
         return x.shape[1] if self.valid is None else self.valid.sum(1)
 
-    def in_last_segment(self) -> Tensor:
-        """Return a mask (B, L) of the valid tokens in the last segment of each row."""
+    def in_last_segment(self) -> Tensor | None:
+        """Return a mask (B, L) of the valid tokens in the last segment of each row; None without padding."""
+        if self.valid is None or self.segment_index is None:
+            return self.valid
         return self.valid & (self.segment_index == self.segment_index[:, -1:])
 
     def with_pairs(self, direction: str) -> Layout:
@@ -192,10 +197,12 @@ class Layout(NamedTuple):
         if self.segment_index is not None:
             pairs = pairs & (self.segment_index[:, None, :, None] == self.segment_index[:, None, None])
         pairs = pairs.expand(-1, -1, self.valid.shape[1], -1)
-        if direction != "both":
-            pairs = pairs.tril() if direction == "forward" else pairs.triu()
-        pairs = pairs | ~self.valid[:, None, :, None]  # padding attends to anything, so that its output is finite
-        return self._replace(**{PAIRS[direction]: pairs})
+        padding = ~self.valid[:, None, :, None]  # attends to anything, so that its output is finite
+        if direction == "forward":
+            return self._replace(causal_pairs=pairs.tril() | padding)
+        if direction == "backward":
+            return self._replace(later_pairs=pairs.triu() | padding)
+        return self._replace(pairs=pairs | padding)
 
     def readable(self, direction: str) -> Tensor | None:
         """Return the mask (B, 1, L, L) of keys that each query may attend to; None without padding and segments."""

@@ -70,8 +70,12 @@ class BatchNorm(nn.Module):
 
 def summed(x: Tensor) -> Tensor:
     """Return the sum of x over all processes, if there are several."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Summed.apply(x, dist.group.WORLD.group_name) if several else x
+    if not dist.is_available() or not dist.is_initialized():
+        return x
+    group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return x
+    return Summed.apply(x, group.group_name)
 
 
 class NoNorm(nn.Module):
@@ -85,7 +89,7 @@ NO_NORM = "none"
 
 def over_tokens(name: str | None) -> bool:
     """Return whether a norm computes statistics over several tokens, so that in training a token sees later ones."""
-    return getattr(NORMS.get(name), "over_tokens", False)
+    return name is not None and getattr(NORMS.get(name), "over_tokens", False)
 
 
 def check_causal(norm: str | None, key: str) -> None:

@@ -31,7 +31,7 @@ def optim_factors(model: nn.Module) -> dict[str, OptimFactors]:
         ValueError: A module sets factors for a name that is not one of its parameters. A parameter that is None (a
             bias) is skipped.
     """
-    found = {}
+    found: dict[str, OptimFactors] = {}
     for path, module in model.named_modules():
         factors = getattr(module, "optim_factors", {})
         own = dict(module.named_parameters(remove_duplicate=False)) if factors else {}

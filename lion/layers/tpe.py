@@ -78,7 +78,7 @@ class TPE(nn.Module):
     def summed(self, x: Tensor, layout: Layout, grid: tuple[int, ...] | None, channels: slice = slice(None)) -> Tensor:
         """Sum whole rows x (B, L, C) of these channels; padding is 0."""
         if grid is None:
-            return self.on_line(x, layout, channels)[0]
+            return self.on_line(x, layout, channels)
         return self.on_grid(x, layout, grid, channels)
 
     def check_split(self, count: int) -> None:
@@ -91,7 +91,12 @@ class TPE(nn.Module):
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, Tensor]:
         self.check_causal()
-        return self.on_line(layout.clean(x), layout, state=True)
+        x = layout.clean(x)
+        with no_autocast(x):
+            _, log_decay = self.kernels(x)
+            line = Line.of(x.to(log_decay.dtype), layout)
+            _, state = states_between(line.chunks, powers_of(log_decay[0], line.chunks.shape[2]), line.first)
+        return self.on_line(x, layout), state
 
     def step(
         self, x: Tensor, state: Tensor, *, context: Any = None, valid: Tensor | None = None
@@ -128,26 +133,14 @@ class TPE(nn.Module):
         decay = self.decay[:, channels].to(wide)
         return self.weight[:, channels].to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
 
-    def on_line(
-        self, x: Tensor, layout: Layout, channels: slice = slice(None), state: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Sum x (B, L, dim), with zeros for padding, along the sequence.
-
-        The second result is the state after the last segment, if `state` is set.
-        """
+    def on_line(self, x: Tensor, layout: Layout, channels: slice = slice(None)) -> Tensor:
+        """Sum x (B, L, dim), with zeros for padding, along the sequence."""
         if layout.coords is not None:
             raise ValueError("tpe: these tokens have coordinates on a grid, but this module was made without a grid")
         with no_autocast(x):
-            weight, log_decay = (t[0] for t in self.kernels(x, channels))
-            wide, size = x.to(weight.dtype), min(CHUNK, x.shape[1])
-            if layout.valid is None:
-                y, last = toeplitz_sum(wide, weight, log_decay, size, state=state)
-                return y.to(x.dtype), last
-            places = in_chunks(layout, size)
-            index = places.index[..., None].expand_as(x)
-            dense = wide.new_zeros(x.shape[0], places.first.shape[1] * size + 1, x.shape[2]).scatter(1, index, wide)
-            y, last = toeplitz_sum(dense[:, :-1], weight, log_decay, size, first=places.first, state=state)
-            return F.pad(y, (0, 0, 0, 1)).gather(1, index).to(x.dtype), last
+            weight, log_decay = self.kernels(x, channels)
+            line = Line.of(x.to(weight.dtype), layout)
+            return line.tokens(toeplitz_sum(line, weight[0], log_decay[0])).to(x.dtype)
 
     def on_grid(self, x: Tensor, layout: Layout, grid: tuple[int, ...], channels: slice) -> Tensor:
         """Sum x (B, L, dim) along every axis of the grid."""
@@ -159,9 +152,10 @@ class TPE(nn.Module):
             dense = x.new_zeros(x.shape[0], size + 1, x.shape[2], dtype=weight.dtype)
             dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, grid)
             y = torch.zeros_like(dense)
-            for axis, length in enumerate(grid, 1):
+            for axis in range(1, len(grid) + 1):
                 lines = dense.movedim(axis, -2)  # (B, .., length, dim)
-                sums = toeplitz_sum(lines.flatten(0, -3), weight[axis - 1], log_decay[axis - 1], min(CHUNK, length))[0]
+                line = Line.of(lines.flatten(0, -3))
+                sums = line.tokens(toeplitz_sum(line, weight[axis - 1], log_decay[axis - 1]))
                 y = y + sums.view(lines.shape).movedim(-2, axis)
             y = F.pad(y.flatten(1, -2), (0, 0, 0, 1)).index_select(1, places).to(x.dtype)
             return torch.where(places[:, None] < size, y, x)
@@ -177,7 +171,8 @@ def places_on_grid(x: Tensor, layout: Layout, grid: tuple[int, ...]) -> Tensor:
     if coords is None or coords.shape != shape:
         got = None if coords is None else tuple(coords.shape)
         raise ValueError(f"layout: a grid of {name} needs coords {shape}, got {got}")
-    size, special, place, inside = math.prod(grid), (coords < 0).all(0), 0, True
+    size, special = math.prod(grid), (coords < 0).all(0)
+    place, inside = torch.zeros_like(coords[0]), torch.ones_like(special)
     for length, coord in zip(grid, coords):
         place, inside = place * length + coord, inside & (coord >= 0) & (coord < length)
     place = torch.where(inside, place, size)
@@ -190,56 +185,91 @@ def places_on_grid(x: Tensor, layout: Layout, grid: tuple[int, ...]) -> Tensor:
     return place
 
 
-def toeplitz_sum(
-    x: Tensor, weight: Tensor, log_decay: Tensor, size: int, *, first: Tensor | None = None, state: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Compute `y_n = sum_{m <= n} (sum_t w_t lambda_t^(n - m)) x_m` of x (B, L, dim), in chunks of `size` tokens.
+def powers_of(log_decay: Tensor, size: int) -> Tensor:
+    """Return the powers 0 .. `size` of lambda (dim, e), as (dim, e, size + 1)."""
+    n = torch.arange(size + 1, device=log_decay.device)
+    return (log_decay[..., None] * n).exp()
 
-    Args:
-        weight, log_decay: Weights w and log lambda, (dim, e).
-        first: Boolean (B, chunks), True for chunks that start from an empty state.
-        state: Whether to return the states (B, dim, e) after the last token.
+
+def toeplitz_sum(line: Line, weight: Tensor, log_decay: Tensor) -> Tensor:
+    """Compute `y_n = sum_{m <= n} (sum_t w_t lambda_t^(n - m)) x_m` of the chunks (B, N, C, dim) of a line.
+
+    `weight` and `log_decay` are w and log lambda, (dim, e).
     """
-    padding = -x.shape[1] % size
-    x = F.pad(x, (0, 0, padding, 0)).unflatten(1, (-1, size))  # (B, N, C, dim), zeros in front add nothing
-    count, n = x.shape[1], torch.arange(size + 1, device=x.device)
-    powers = (log_decay[..., None] * n).exp()  # (dim, e, C + 1)
-    distance = n[:size, None] - n[:size]
+    x = line.chunks
+    size = x.shape[2]
+    powers = powers_of(log_decay, size)
+    n = torch.arange(size, device=x.device)
+    distance = n[:, None] - n
     kernel = torch.einsum("de,dec->dc", weight, powers[..., :size])
     matrix = kernel[:, distance.clamp_min(0)].masked_fill(distance < 0, 0)  # (dim, C, C)
     y = torch.einsum("dij,bnjd->bnid", matrix, x)
-    last = None
-    if count > 1 or state:
-        written = torch.einsum("dej,bnjd->nbde", powers[..., :size].flip(-1), x)
-        last, entering = torch.zeros_like(written[0]), []
-        for i, new in enumerate(written.unbind(0)):
-            last = last if first is None else last.masked_fill(first[:, i, None, None], 0)
-            entering.append(last)
-            last = torch.addcmul(new, powers[..., size], last)
-        if count > 1:
-            y = y + torch.einsum("dei,nbde->bnid", weight[..., None] * powers[..., 1:], torch.stack(entering))
-    return y.flatten(1, 2)[:, padding:], last
+    if x.shape[1] == 1:
+        return y
+    entering, _ = states_between(x, powers, line.first)
+    return y + torch.einsum("dei,nbde->bnid", weight[..., None] * powers[..., 1:], entering)
 
 
-class Chunked(NamedTuple):
-    """Places of tokens (B, L) in chunks, each of which belongs to one segment.
+def states_between(x: Tensor, powers: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the states (N, B, dim, e) that enter the chunks x (B, N, C, dim), and the one after the last chunk.
+
+    Chunks that are `first` (B, N) start from an empty state.
+    """
+    size = x.shape[2]
+    written = torch.einsum("dej,bnjd->nbde", powers[..., :size].flip(-1), x)
+    state, entering = torch.zeros_like(written[0]), []
+    for i, new in enumerate(written.unbind(0)):
+        if first is not None:
+            state = state.masked_fill(first[:, i, None, None], 0)
+        entering.append(state)
+        state = torch.addcmul(new, powers[..., size], state)
+    return torch.stack(entering), state
+
+
+class Line(NamedTuple):
+    """Tokens in chunks, each of which belongs to one segment; the last token is the end of the last chunk.
 
     Attributes:
-        index: Integer (B, L), the place of each token; the place of padding is after all chunks.
-        first: Boolean (B, N), True for the first chunk of a segment.
+        chunks: Tokens (B, N, C, dim), 0 where there is none.
+        length: Number of tokens L of a row.
+        place: Integer (B, L), the place of each token; that of padding is after all chunks. None without padding.
+        first: Boolean (B, N), True for the first chunk of a segment. None without padding.
     """
 
-    index: Tensor
-    first: Tensor
+    chunks: Tensor
+    length: int
+    place: Tensor | None = None
+    first: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, layout: Layout = PLAIN) -> Line:
+        """Return the chunks of tokens x (B, L, dim). Each segment is aligned to the end of its last chunk."""
+        length = x.shape[1]
+        size = min(CHUNK, length)
+        if layout.valid is None:
+            chunks = F.pad(x, (0, 0, -length % size, 0)).unflatten(1, (-1, size))
+            return Line(chunks, length)
+        place, first = places_in_chunks(layout, layout.valid, size)
+        dense = x.new_zeros(x.shape[0], first.shape[1] * size + 1, x.shape[2])
+        dense = dense.scatter(1, place[..., None].expand_as(x), x)
+        return Line(dense[:, :-1].unflatten(1, (-1, size)), length, place, first)
+
+    def tokens(self, y: Tensor) -> Tensor:
+        """Return the tokens (B, L, dim) of chunks y (B, N, C, dim); padding is 0."""
+        y = y.flatten(1, 2)
+        if self.place is None:
+            return y[:, y.shape[1] - self.length :]
+        index = self.place[..., None].expand(-1, -1, y.shape[2])
+        return F.pad(y, (0, 0, 0, 1)).gather(1, index)
 
 
-def in_chunks(layout: Layout, size: int) -> Chunked:
-    """Return the chunks of `size` tokens of a layout with padding.
-
-    Each segment is aligned to the end of its last chunk, and each row to the end of the last chunk.
-    """
-    valid, length = layout.valid, layout.valid.shape[1]
-    segment = valid.long() * 0 if layout.segment_index is None else layout.segment_index
+def places_in_chunks(layout: Layout, valid: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the place (B, L) of each token in chunks of `size` tokens, and the first chunks (B, N) of segments."""
+    length = valid.shape[1]
+    positions = layout.positions_of(valid)
+    segment = torch.zeros_like(valid, dtype=torch.long)
+    if layout.segment_index is not None:
+        segment = layout.segment_index
     tokens = valid.new_zeros(valid.shape[0], length + 1, dtype=torch.long).scatter_add(1, segment, valid.long())
     chunks = -(-tokens // size)  # (B, L + 1), chunks of each segment
     ends = chunks.cumsum(1)
@@ -248,6 +278,6 @@ def in_chunks(layout: Layout, size: int) -> Chunked:
     if layout.segment_index is not None and not valid.is_meta:  # segments of meta tensors are unknown
         count = max(1, int(total.max()))
     ends = ends + count - total
-    place = ends.gather(1, segment) * size - tokens.gather(1, segment) + layout.positions
+    place = ends.gather(1, segment) * size - tokens.gather(1, segment) + positions
     first = valid.new_zeros(valid.shape[0], count + 1).scatter(1, (ends - chunks).gather(1, segment), True)
-    return Chunked(place.masked_fill(~valid, count * size), first[:, :count])
+    return place.masked_fill(~valid, count * size), first[:, :count]

@@ -19,6 +19,8 @@ OF_TORCH = ("torch.distributed.", "torch._subclasses.", "torch.fx.")
 
 def is_plain(layer: nn.Module) -> bool:
     """Return whether a linear layer or an embedding computes with its weight and bias alone."""
+    if not isinstance(layer, nn.Linear | nn.Embedding):
+        return False
     if "forward" in vars(layer) or type(layer).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
@@ -37,14 +39,14 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
     A layer that is not plain computes in the dtype of its own parameters.
     """
-    if not is_plain(layer):
+    if not isinstance(layer, nn.Linear) or not is_plain(layer):
         return layer(x.to(like(layer, x).dtype)).to(x.dtype)
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def rows_of(embedding: nn.Module, count: int, device: torch.device) -> Tensor:
     """Return the rows of an embedding (rows, dim); if it is not plain, the first `count`, as it returns them."""
-    if is_plain(embedding):
+    if isinstance(embedding, nn.Embedding) and is_plain(embedding):
         return embedding.weight
     return embedding(torch.arange(count, device=device))
 
@@ -54,7 +56,7 @@ def like(layer: nn.Module, otherwise: Tensor | None = None) -> Tensor:
 
     Weights on the meta device count only if there are no others, here or `otherwise`.
     """
-    floating = [p for p in layer.parameters() if p.dtype.is_floating_point]
+    floating: list[Tensor] = [p for p in layer.parameters() if p.dtype.is_floating_point]
     if otherwise is not None:
         floating.append(otherwise)
     present = [p for p in floating if not p.is_meta]

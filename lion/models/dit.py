@@ -162,7 +162,7 @@ class DiT(Model, Constants):
             context = F.silu(time + label)
             tokens = self.encoder(tokens, self.layout, context)
             tokens = self.final_norm(tokens)
-            shift, scale = self.final_modulation(context)
+            shift, scale = self.final_modulation.vectors(context)
             tokens = modulated(tokens, shift, scale)
         else:
             tokens = torch.cat([time[:, None], label[:, None], tokens], 1)

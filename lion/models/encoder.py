@@ -127,12 +127,13 @@ class EncoderConfig(ModelConfig):
         """Return the label for rows of a paper's tables: the mixer, and settings that differ from its conventions."""
         attention = self.attention
         plain = copy.deepcopy(self)
-        for path in self.conventions.values():
+        built = self.resolved()
+        own = flatten(to_dict(built))
+        conventions = {words: path for words, path in self.conventions.items() if path in own}
+        for path in conventions.values():
             section, _, name = path.rpartition(".")
             holder = getattr(plain, section) if section else plain
             setattr(holder, name, None)
-        built = self.resolved()
-        own = flatten(to_dict(built))
         usual = flatten(to_dict(plain.resolved()))
         usual["position_embedding"] = not built.knows_order()  # whatever else encodes the order here
         parts = [self.mixer]
@@ -141,7 +142,7 @@ class EncoderConfig(ModelConfig):
             parts.append("multiscan" if merge == "masks" else f"multiscan ({merge})")
         if attention.direction != type(attention)().direction:
             parts.append(attention.direction)
-        for words, path in self.conventions.items():
+        for words, path in conventions.items():
             value = own[path]
             if value == usual[path]:
                 continue

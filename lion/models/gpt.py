@@ -207,4 +207,4 @@ class GPT(TokenModel):
         layout = Layout.after(x, state.position, valid)
         x = self.embedded(x, layout)
         x, blocks = self.encoder.step(x, state.blocks, valid=valid)
-        return x, GPTState(state.position + layout.count(x), blocks)
+        return x, GPTState(state.position + layout.tokens_of(x), blocks)

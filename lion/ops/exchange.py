@@ -35,7 +35,7 @@ class Part(NamedTuple):
         count: Number of processes in the group.
         first, last: Integer (B, count), the segments of the first and of the last token of every part; None without
             segments.
-        length: Number of tokens of whole rows, if all parts have the same size (`size`).
+        length: Number of tokens of whole rows, if all parts have the same size (`size`); else 0.
     """
 
     group: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     count: int  # type: ignore[assignment]  # also a method of tuples
     first: Tensor | None = None
     last: Tensor | None = None
-    length: int | None = None
+    length: int = 0
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Part:

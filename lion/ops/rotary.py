@@ -33,21 +33,16 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([real * cos - imaginary * sin, real * sin + imaginary * cos], -1).to(x.dtype)
 
 
-def rotate_each(angles: Tensor | None, valid: Tensor | None, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return tokens xs, each (B, H, L, D) or None, rotated if there are angles.
+def rotate_pair(angles: Tensor | None, valid: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return queries and keys (B, H, L, D), rotated if there are angles.
 
     With `valid`, invalid tokens are zeroed first, so that their values do not reach the gradients of shared angles.
     """
     if angles is None:
-        return xs
+        return q, k
     if angles.dim() == 4:
         angles = mask_tokens(angles, valid)
-    rotated = []
-    for x in xs:
-        if x is not None:
-            x = rotate(mask_tokens(x, valid), angles)
-        rotated.append(x)
-    return tuple(rotated)
+    return rotate(mask_tokens(q, valid), angles), rotate(mask_tokens(k, valid), angles)
 
 
 def rotate_tokens(tokens: Tokens, angles: Tensor) -> Tokens:

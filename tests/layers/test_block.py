@@ -63,8 +63,8 @@ def test_adaln_zero_as_it_is_written():
     block, x, context = adaln(mlp="mlp_tanh"), torch.randn(2, 5, 12), torch.randn(2, 12)
     assert torch.equal(block(x, context=context), x)  # it starts as the identity
     moved(block)
-    shift, scale = block.before_mixer(context)
-    gate, shift2, scale2, gate2 = block.after_mixer(context)
+    shift, scale = block.before_mixer.vectors(context)
+    gate, shift2, scale2, gate2 = block.after_mixer.vectors(context)
     y = x + gate * block.attention(F.layer_norm(x, (12,), eps=1e-6) * (1 + scale) + shift)
     y = y + gate2 * block.mlp(F.layer_norm(y, (12,), eps=1e-6) * (1 + scale2) + shift2)
     close(block(x, context=context), y)
@@ -103,7 +103,7 @@ def test_blocks_without_an_mlp():
         if kind is PostNorm:
             expected = norm(x + mix(x))
         elif kind is AdaLNZero:
-            (gate,), (shift, scale) = (part(context) for part in (moved(block).after_mixer, block.before_mixer))
+            (gate,), (shift, scale) = (part.vectors(context) for part in (moved(block).after_mixer, block.before_mixer))
             expected = x + gate * mix(norm(x) * (1 + scale) + shift)
         else:
             expected = x + mix(norm(x))

@@ -156,14 +156,14 @@ def test_autocast_stays_near_float32(direction):
 
 def test_settings():
     single = {"mixer": "hydra", "dim": 8, "depth": 1, "num_heads": 2}
-    other = "not available with mixer 'hydra', which has exp"
+    other = "unknown setting of mixer 'hydra'"
     refused(f"feature_map: {other}", make_mixer, "hydra", DIM, HEADS, feature_map="relu")
     refused(f"normalize: {other}", make_mixer, "hydra", DIM, HEADS, normalize="sum")
-    refused(f"score_dropout: {other}", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
+    refused("score_dropout is not available", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
     refused(f"rotation: {other}", make_mixer, "hydra", DIM, HEADS, rotation="rope")
-    refused("scans: not available", HydraAttention, DIM, HEADS, scans=("row_snake", "column_snake"))
+    refused(f"scans: {other}", HydraAttention, DIM, HEADS, scans=("row_snake", "column_snake"))
     refused("expand", HydraAttention, DIM, HEADS, expand=0)
-    refused("mixer 'hydra' has a convolution, expected at least 1", HydraAttention, DIM, HEADS, conv_width=0)
+    refused("conv_width: expected at least 1", HydraAttention, DIM, HEADS, conv_width=0)
     refused("a multiple of num_heads=3, got 8", HydraAttention, DIM, 3)
     refused("'alternating' is for a model", HydraAttention, DIM, HEADS, direction="alternating")
     refused(r"x: expected tokens \(B, L >= 1, 8\), got shape \(2, 3, 7\)", layer(), tokens(3)[..., :7])

@@ -158,11 +158,11 @@ def test_the_start_is_the_published_one():
 
 
 def test_settings_of_other_mixers_are_refused():
-    other = "not available with mixer 'vim', which has expand, state, block, conv_width, direction"
+    other = "unknown setting of mixer 'vim'"
     made, shape = VimMixer(DIM, 3), r"x: expected tokens \(B, L >= 1, 18\), got shape "
     refused(other, VimMixer, DIM, 3, feature_map="elu1")
     refused(other, VimMixer, DIM, 3, scans=("row_snake",))
-    refused(other, VimMixer, DIM, 3, score_dropout=0.1)
+    refused("score_dropout is not available with mixer 'vim'", VimMixer, DIM, 3, score_dropout=0.1)
     refused(other, VimMixer, DIM, 3, rotation="rope")
     refused("form 'full' is not available with mixer 'vim', which has chunk, rnn", VimMixer, DIM, 3, form="full")
     refused("form: VimMixer has only chunk, rnn, got 'full'", set_form, made, "full")

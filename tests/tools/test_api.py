@@ -74,7 +74,7 @@ def test_a_type_checker_sees_the_public_interface(tmp_path):
     assert not done.stdout and not done.stderr
 
 
-TYPED = ("ops", "models", "trainer", "tasks", "evaluation", "inference", "samples")  # packages of lion without an error
+TYPED = ("ops", "layers", "models", "trainer", "tasks", "evaluation", "inference", "samples")  # packages of lion without an error
 
 
 def test_types_hold(tmp_path):

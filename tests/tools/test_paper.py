@@ -759,7 +759,7 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, caps
     assert ", without 1 table whose data are missing" in plan
     own.run("--dry-run", "--data", "cifar10", f"data.root={own.folder / 'gone'}")
     plan = capsys.readouterr().out
-    assert "own: estimated with the published number of samples; data set 'cifar10': Dataset not found" in plan
+    assert "own: estimated with the published number of samples; data set 'cifar10': no folder" in plan
     assert "whose data are missing" not in plan
 
 

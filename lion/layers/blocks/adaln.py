@@ -26,8 +26,8 @@ class Modulation(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, context: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(context)[:, None].chunk(self.count, -1)
+    def vectors(self, context: Tensor) -> tuple[Tensor, ...]:
+        return self(context)[:, None].chunk(self.count, -1)
 
 
 def plain_norm(norm: str, dim: int, eps: float) -> nn.Module:
@@ -65,12 +65,12 @@ class AdaLNZero(Block):
         self.before_mixer, self.after_mixer = Modulation(dim, 2), Modulation(dim, 1 if self.mlp is None else 4)
 
     def before(self, x: Tensor, layout: Layout, context: Tensor) -> Tensor:
-        return modulated(self.norm1(x, layout), *self.before_mixer(context))
+        return modulated(self.norm1(x, layout), *self.before_mixer.vectors(context))
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Tensor) -> Tensor:
-        first, *modulation = self.after_mixer(context)
+        first, *modulation = self.after_mixer.vectors(context)
         x = x + first * self.drop_path(self.dropout(mixed, layout))
-        if self.mlp is None:
+        if self.mlp is None or self.norm2 is None:
             return x
         shift, scale, second = modulation
         y = self.mlp(modulated(self.norm2(x, layout), shift, scale))

@@ -41,7 +41,6 @@ class Glu(nn.Module):
     """Gated linear unit with SiLU: `W_o (silu(W_g x) * W_v x)`."""
 
     bias = True
-    activation = staticmethod(F.silu)
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -51,6 +50,9 @@ class Glu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, -1)
         return self.fc2(self.activation(gate) * value)
+
+    def activation(self, x: Tensor) -> Tensor:
+        return F.silu(x)
 
 
 class BareGlu(Glu):
@@ -62,7 +64,8 @@ class BareGlu(Glu):
 class GeluGlu(Glu):
     """Gated linear unit with GELU, as in crammed BERT."""
 
-    activation = staticmethod(F.gelu)
+    def activation(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
 
 
 NO_MLP = "none"  # a block of its mixer alone, as in Hydra and Vim
@@ -76,6 +79,8 @@ class DropPath(Constants):
 
     The rate is a tensor. As a float, each layer's rate would compile a separate graph.
     """
+
+    rate: Tensor
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -135,7 +140,8 @@ class Block(nn.Module):
 
     def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, norm: str, norm_eps: float, dropout: float) -> None:
         """Add the MLP after the mixer, and the norm of the MLP; neither for "none"."""
-        self.norm2 = self.mlp = None
+        self.norm2: nn.Module | None = None
+        self.mlp: nn.Module | None = None
         if mlp != NO_MLP:
             self.norm2 = NORMS[norm](dim, eps=norm_eps)
             self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
@@ -190,4 +196,6 @@ class PreNorm(Block):
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         x = x + self.drop_path(self.dropout(mixed, layout))
-        return x if self.mlp is None else x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout)), layout))
+        if self.mlp is None or self.norm2 is None:
+            return x
+        return x + self.drop_path(self.dropout(self.mlp(self.norm2(x, layout)), layout))

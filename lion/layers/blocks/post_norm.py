@@ -20,4 +20,6 @@ class PostNorm(Block):
 
     def after(self, x: Tensor, mixed: Tensor, layout: Layout, context: Any) -> Tensor:
         x = self.norm1(x + self.drop_path(self.dropout(mixed, layout)), layout)
-        return x if self.mlp is None else self.norm2(x + self.drop_path(self.dropout(self.mlp(x), layout)), layout)
+        if self.mlp is None or self.norm2 is None:
+            return x
+        return self.norm2(x + self.drop_path(self.dropout(self.mlp(x), layout)), layout)

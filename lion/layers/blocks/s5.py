@@ -52,6 +52,7 @@ class S5Block(Block):
 
     final_norm = False
     Dropout = ChannelDropout
+    mlp: nn.Module
 
     def add_mlp(self, dim: int, *, mlp: str, mlp_ratio: float, dropout: float, **norm: Any) -> None:
         gates = mlp in ACTIVATIONS

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift
+from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift, Window
 from lion.layers.layout import MASK_OF_TOKENS, PLAIN, Layout
 from lion.layers.mixers.base import Mixer, check_state, check_width, state_type
 from lion.layers.mixers.config import ALTERNATING, AttentionConfig, streams
@@ -16,7 +16,6 @@ from lion.layers.mixers.parts import (
     HEAD_NORMS,
     NO_PART,
     OUT_GATES,
-    PLAIN_BLOCK,
     Parts,
     make_gate,
 )
@@ -69,7 +68,7 @@ class Windows:
         self.layout = layout
         self.after: dict[str, Tensor] = {}  # states of the parts after these tokens, in a stream
 
-    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+    def run(self, name: str, part: Window, tokens: Tensor) -> Tensor:
         """Return the outputs of a part, whose state is called `name` in `BlockState`."""
         return part(tokens, self.layout)
 
@@ -77,7 +76,7 @@ class Windows:
 class Prompt(Windows):
     """Runs on a prompt, which keep the states after it."""
 
-    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+    def run(self, name: str, part: Window, tokens: Tensor) -> Tensor:
         y, self.after[name] = part.prefill(tokens, self.layout)
         return y
 
@@ -90,7 +89,7 @@ class Step(Windows):
         self.before = before
         self.valid = valid
 
-    def run(self, name: str, part: nn.Module, tokens: Tensor) -> Tensor:
+    def run(self, name: str, part: Window, tokens: Tensor) -> Tensor:
         y, self.after[name] = part.step(tokens, self.before[name], self.valid)
         return y
 
@@ -105,7 +104,6 @@ class Attention(Mixer):
     Shift: ClassVar[type[TokenShift]] = TokenShift
     shifts: ClassVar[int] = 5  # outputs of the token shift: those that q, k, v, the decay and the output gate read
     head_eps: ClassVar[float] = 1e-5  # of `head_norm`
-    published: ClassVar[Parts] = PLAIN_BLOCK  # the published block, for mixers whose entry in `MIXERS` has none
 
     def __init__(self, dim: int, num_heads: int, config: AttentionConfig, parts: Parts) -> None:
         super().__init__()
@@ -125,7 +123,9 @@ class Attention(Mixer):
         if parts.token_shift:
             self.token_shift = self.Shift(dim, self.shifts, config.direction)
         self.qkv = nn.Linear(dim, sum(self.widths), bias=config.qkv_bias)
-        self.conv = self.conv_skip = self.kv_shift = None
+        self.conv: ShortConvolution | None = None
+        self.conv_skip: nn.Parameter | None = None
+        self.kv_shift: KeyValueShift | None = None
         if parts.conv_width:
             channels = dim if parts.conv_first else sum(self.widths)
             self.conv = ShortConvolution(channels, parts.conv_width, config.direction, config.qkv_bias)
@@ -137,9 +137,14 @@ class Attention(Mixer):
             self.kv_shift = KeyValueShift(dim, heads, sizes, config.direction)
         self.proj = nn.Linear(width, dim)
         self.rotation = None
-        if config.rotation not in (None, NO_ROTATION):
+        if config.rotation is not None and config.rotation != NO_ROTATION:
             self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
-        self.qk_norm = self.skip = self.bonus = self.head_norm = self.out_norm = self.out_gate = None
+        self.qk_norm: nn.ModuleList | None = None
+        self.skip: nn.Parameter | None = None
+        self.bonus: nn.Parameter | None = None
+        self.head_norm: nn.Module | None = None
+        self.out_norm: nn.Module | None = None
+        self.out_gate: nn.Module | None = None
         if parts.qk_norm != NO_PART:
             norm = HEAD_NORMS[parts.qk_norm]
             self.qk_norm = nn.ModuleList([norm(num_heads, self.head_dim), norm(num_heads, self.head_dim)])
@@ -150,7 +155,7 @@ class Attention(Mixer):
         self.optim_factors = undecayed("bonus")
         if parts.head_norm != NO_PART:
             self.head_norm = HEAD_NORMS[parts.head_norm](num_heads, self.value_dim, self.head_eps)
-        if parts.out_norm not in (None, NO_NORM):
+        if parts.out_norm is not None and parts.out_norm != NO_NORM:
             self.out_norm = NORMS[parts.out_norm](width, eps=1e-5)
         if parts.out_gate != NO_PART:
             rank = self.head_dim if parts.out_gate_rank == 0 else parts.out_gate_rank
@@ -213,9 +218,9 @@ class Attention(Mixer):
         shift, conv, kv = windows.get("shift", none), windows.get("conv", none), windows.get("kv", none)
         return BlockState(heads, shift, conv, kv)
 
-    def windows(self) -> dict[str, nn.Module]:
+    def windows(self) -> dict[str, Window]:
         """Return the parts that read neighbouring tokens, by the names of their states in `BlockState`."""
-        found = {}
+        found: dict[str, Window] = {}
         if self.token_shift is not None:
             found["shift"] = self.token_shift
         if self.conv is not None:
@@ -270,7 +275,7 @@ class Attention(Mixer):
             x = shifted[..., 3 * dim : -dim]
             gate = shifted[..., -dim:]
             qkv = self.projections(for_q, for_k, for_v)
-        elif self.parts.conv_first:
+        elif self.parts.conv_first and self.conv is not None:
             convolved = F.silu(windows.run("conv", self.conv, x))
             qkv = self.projections(convolved, convolved, x)
         else:
@@ -340,7 +345,7 @@ class Attention(Mixer):
             weight = (inputs.q * self.bonus_keys(inputs) * self.bonus[:, None]).sum(-1, keepdim=True)
             y = y + (weight * inputs.v).to(y.dtype)
         y = y.transpose(1, 2).flatten(2)
-        if self.conv_skip is not None:
+        if self.conv_skip is not None and inputs.convolved is not None:
             y = y + (self.conv_skip * inputs.convolved).to(y.dtype)
         gate = None
         if self.out_gate is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lion.config import check_settings, fill
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers.config import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig, MixerConfig
 from lion.layers.norms import NO_NORM
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.weights import like
@@ -51,7 +51,7 @@ class Mixer(nn.Module):
     `torch.load(weights_only=True)` accept it.
     """
 
-    Config: ClassVar[type] = AttentionConfig  # the recipe's `model.attention` section, or a subclass of it
+    Config: ClassVar[type[MixerConfig]] = AttentionConfig  # the recipe's `model.attention` section, or a subclass of it
     proj: nn.Linear  # writes into the residual stream
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from lion.config import setting
 from lion.layers.layout import ROW_MAJOR
@@ -21,7 +21,49 @@ ALTERNATING = "alternating"  # forward in the first block, backward in the secon
 
 
 @dataclass
-class AttentionConfig:
+class MixerConfig:
+    """Settings that every mixer has.
+
+    `chunk_size` is the number of tokens of a chunk, or of a step of the rnn form. `score_dropout` is 0 for mixers that
+    compute no scores.
+    """
+
+    direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
+    form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
+    chunk_size: int = setting(CHUNK_SIZE, min=1, free="rounding")
+    block: str = setting(BLOCKS[0], choices=BLOCKS)
+    score_dropout: float = setting(0.0, min=0, max=1)
+
+    # what models ask of every mixer
+    @property
+    def scans(self) -> tuple[str, ...]:
+        return ROW_MAJOR
+
+    @property
+    def rotation(self) -> str | None:
+        return NO_ROTATION
+
+    @property
+    def out_norm(self) -> str | None:
+        return NO_NORM
+
+    def label(self) -> str:
+        """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
+        return ""
+
+    def block_label(self) -> str:
+        """Return a label of the parts around the heads that are set; "" if the block is plain."""
+        return "" if self.block == BLOCKS[0] else "published block"
+
+    def at(self, layer: int) -> Self:
+        """Return the settings of block `layer` of a model, where `alternating` becomes "forward" or "backward"."""
+        if self.direction != ALTERNATING:
+            return self
+        return replace(self, direction="backward" if layer % 2 else "forward")
+
+
+@dataclass
+class AttentionConfig(MixerConfig):
     """Settings of an attention layer. None selects the value of the mixer's entry in `MIXERS`.
 
     `direction` also selects the default decay convention. The mixers of LION use `decay_convention="source"` in both
@@ -46,16 +88,11 @@ class AttentionConfig:
     normalize: str | None = setting(None, choices=NORMALIZE)
     decay_convention: str | None = setting(None, choices=DECAY_CONVENTIONS)
     decay_temperature: float | None = setting(None, above=0, max=1000)
-    direction: str = setting("both", choices=(*DIRECTIONS, ALTERNATING))
     scans: tuple[str, ...] = ROW_MAJOR
     scan_merge: str = setting("masks", choices=SCAN_MERGES)
     rotation: str | None = setting(None, choices=(NO_ROTATION, *ROTATIONS))
-    form: str = setting("auto", choices=("auto", *FORMS), free="rounding")
-    chunk_size: int = setting(CHUNK_SIZE, min=1, free="rounding")
     kernels: str = setting("auto", choices=KERNELS, free="rounding")
     qkv_bias: bool = True
-    score_dropout: float = setting(0.0, min=0, max=1)
-    block: str = setting(BLOCKS[0], choices=BLOCKS)
     conv_width: int | None = setting(None, min=0, max=64)
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
@@ -64,26 +101,13 @@ class AttentionConfig:
         dict.fromkeys(PARTS_OF_BLOCKS, "a part of published blocks, which attention.block=published adds")
     )
 
-    def label(self) -> str:
-        """Return a label of the settings that only this kind of mixer has; "" if they have their defaults."""
-        return ""
-
     def block_label(self) -> str:
-        """Return a label of the parts around the heads that are set; "" if the block is plain."""
-        parts = []
-        if self.block != BLOCKS[0]:
-            parts.append("published block")
+        parts = [super().block_label()]
         for name in ("conv_width", "out_gate"):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name.replace('_', ' ')} {value}")
-        return ", ".join(parts)
-
-    def at(self, layer: int) -> AttentionConfig:
-        """Return the settings of block `layer` of a model, where `alternating` becomes "forward" or "backward"."""
-        if self.direction != ALTERNATING:
-            return self
-        return replace(self, direction="backward" if layer % 2 else "forward")
+        return ", ".join(filter(None, parts))
 
 
 def check_rotation(config: AttentionConfig) -> None:
@@ -92,15 +116,16 @@ def check_rotation(config: AttentionConfig) -> None:
     Raises:
         ValueError: The rotation cannot be combined with the row sums of `normalize`.
     """
-    turns = config.rotation not in (None, NO_ROTATION)
-    if turns and config.normalize != "none" and not ROTATIONS[config.rotation].row_sums:
+    if config.rotation is None or config.rotation == NO_ROTATION or config.normalize == "none":
+        return
+    if not ROTATIONS[config.rotation].row_sums:
         raise ValueError(
             f"rotation {config.rotation!r} does not go with row sums (normalize {config.normalize!r}); use normalize "
             "'none', or rotation 'rope'"
         )
 
 
-def streams(config: AttentionConfig) -> bool:
+def streams(config: MixerConfig) -> bool:
     """Return whether no token sees a later one, by its direction and norm.
 
     This is a function because Dynamo evaluates a property that reads `super().causal` as true.

@@ -66,9 +66,10 @@ class Decay(nn.Module):
         with no_autocast(x):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
             gating = self.gating(x, k, layout, *([state] if state else []))
-            if self.temperature == 1:
+            log_decay = gating.log_decay
+            if self.temperature == 1 or log_decay is None:
                 return gating
-            return gating._replace(gates=gating.gates._replace(log_decay=gating.log_decay / self.temperature))
+            return gating._replace(gates=gating.gates._replace(log_decay=log_decay / self.temperature))
 
     def initial_state(self, z: Tensor) -> tuple[Tensor, ...]:
         """Return the state of the decay before the first token; `z` (B, H, D) is the empty z of the operator."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,11 @@ class DeltaAttention(LionAttention):
     config: DeltaConfig
 
     def make_decays(self, dim: int) -> list[Decay]:
-        return [self.mixer.decay(dim, self.num_heads, strength=2.0 if self.config.negative_eigenvalues else 1.0)]
+        decays = super().make_decays(dim)
+        for decay in decays:
+            if isinstance(decay, DeltaRule) and self.config.negative_eigenvalues:
+                decay.strength = 2.0
+        return decays
 
 
 class DeltaRule(Decay):
@@ -100,7 +104,7 @@ class GatedDeltaRule(DeltaRule):
     """
 
     per = "a token and head, delta rule"
-    Decaying: type[Decay] = WideDiscreteDecay
+    Decaying: type[DiscreteDecay] | type[ChannelDecay] = WideDiscreteDecay
 
     def __init__(self, dim: int, num_heads: int, strength: float = 1.0) -> None:
         super().__init__(dim, num_heads, strength)
@@ -198,8 +202,9 @@ class RWKV7Attention(LionAttention):
     def bonus_keys(self, inputs: Inputs) -> Tensor:
         x = inputs.x
         with no_autocast(x):
-            a = self.decays[0].strength(x.to(torch.promote_types(x.dtype, torch.float32)))
-            return self.decays[0].written(inputs.k, a)
+            rule = cast("GeneralizedDeltaRule", self.decay)
+            a = rule.strength(x.to(torch.promote_types(x.dtype, torch.float32)))
+            return rule.written(inputs.k, a)
 
 
 BLOCK = Parts(conv_width=4, value_map="silu", head_norm="rmsnorm")

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import present, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.base import check_state
 from lion.layers.mixers.decay import Decay, Gating
@@ -29,7 +29,7 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.shares import by_heads, check_share
 from lion.layers.weights import linear
 from lion.ops import Gates, SegmentIndex, Settings, State, linear_attention, prefill, step
-from lion.ops.rotary import rotate_each
+from lion.ops.rotary import rotate_pair
 from lion.ops.tokens import optional
 
 
@@ -94,7 +94,10 @@ class DeltaProductAttention(DeltaAttention):
     def of_steps(self, segments: SegmentIndex | None) -> SegmentIndex | None:
         """Return the masks (B, L n) of the steps of all tokens."""
         n = self.config.householders
-        return segments and SegmentIndex(*(x if x is None else x.repeat_interleave(n, 1) for x in segments))
+        if segments is None:
+            return None
+        index, valid = (optional(lambda mask: mask.repeat_interleave(n, 1), mask) for mask in segments)
+        return SegmentIndex(index, valid)
 
     def read_out(self, y: Tensor) -> Tensor:
         """Return the outputs (B, H, L, E) of the last steps of all tokens."""
@@ -106,26 +109,25 @@ class DeltaProductAttention(DeltaAttention):
         if layout.part is None:
             return self.mix_rows(given, layout)
         gates = given.gates
-        q, k = rotate_each(gates.angles, None, given.q, given.k)  # angles of whole rows are not at hand
+        q, k = rotate_pair(gates.angles, None, given.q, given.k)  # angles of whole rows are not at hand
 
         def mix_heads(*steps: Any) -> Tensor:
             q, k, v, log_decay, beta = (t.flatten(2, 3) for t in steps[:-1])
             return self.mix_rows(Operands(q, k, v, Gates(log_decay, beta)), steps[-1])
 
-        steps = (q, k, given.v, gates.log_decay, gates.beta)
+        steps = (q, k, given.v, present(gates.log_decay), present(gates.beta))
         return by_heads(mix_heads, layout, *(t.unflatten(2, (-1, self.config.householders)) for t in steps))
 
     def mix_rows(self, given: Operands, layout: Layout) -> Tensor:
         """Mix whole rows of any heads."""
         segments = self.of_steps(layout.segments)
         direction = self.config.direction
-        y = 0
-        if direction != "backward":
-            y = self.scanned(given, segments)
-        if direction != "forward":
-            y = y + self.scanned(self.reversed(given), self.reversed_segments(segments)).flip(2)
-        if direction != "both":
-            return y
+        if direction == "forward":
+            return self.scanned(given, segments)
+        backward = self.scanned(self.reversed(given), self.reversed_segments(segments)).flip(2)
+        if direction == "backward":
+            return backward
+        y = self.scanned(given, segments) + backward
         own = self.own(given)
         if layout.valid is not None:
             own = own.masked_fill(~layout.valid[:, None, :, None], 0)
@@ -143,7 +145,8 @@ class DeltaProductAttention(DeltaAttention):
     def reversed(self, given: Operands) -> Operands:
         """Return the operands with the tokens from right to left."""
         gates = given.gates
-        gates = gates._replace(log_decay=optional(self.turned, gates.log_decay), beta=self.turned(gates.beta))
+        log_decay, beta = optional(self.turned, gates.log_decay), optional(self.turned, gates.beta)
+        gates = gates._replace(log_decay=log_decay, beta=beta)
         if gates.angles is not None:
             gates = gates._replace(angles=self.turned(gates.angles, gates.angles.dim() - 2))
         return Operands(self.turned(given.q), self.turned(given.k), self.turned(given.v), gates)
@@ -151,14 +154,12 @@ class DeltaProductAttention(DeltaAttention):
     def reversed_segments(self, segments: SegmentIndex | None) -> SegmentIndex | None:
         if segments is None:
             return None
-        index = segments.index
-        if index is not None:
-            index = -self.turned(index, 1)
-        return SegmentIndex(index, self.turned(segments.valid, 1))
+        index, valid = (optional(lambda mask: self.turned(mask, 1), mask) for mask in segments)
+        return SegmentIndex(optional(torch.neg, index), valid)
 
     def own(self, given: Operands) -> Tensor:
         """Return the outputs (B, H, L, E) of each token from its own steps, which both directions include."""
-        n, beta = self.config.householders, given.gates.beta[..., None]
+        n, beta = self.config.householders, present(given.gates.beta)[..., None]
         q, k, v, beta = (x.unflatten(2, (-1, n)) for x in (given.q, given.k, given.v, beta))  # (B, H, L, n, ..)
         read = q[:, :, :, -1].to(beta.dtype)
         y = 0
@@ -185,7 +186,7 @@ class DeltaProductAttention(DeltaAttention):
             valid = valid.repeat_interleave(self.config.householders, 1)
         before = State(state.S, state.z)
         y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.operator_settings)
-        return self.read_out(y), LinearState(new.S, new.z, state.position + layout.count(x), given.state)
+        return self.read_out(y), LinearState(new.S, new.z, state.position + layout.tokens_of(x), given.state)
 
 
 FAMILY = {

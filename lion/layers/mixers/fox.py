@@ -22,13 +22,14 @@ from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.lion import SelectiveDecay
 from lion.layers.mixers.parts import Parts, describe
 from lion.layers.mixers.registry import Entry
-from lion.layers.mixers.softmax import KeyValueCache, SoftmaxAttention
+from lion.layers.mixers.softmax import CachedAttention, KeyValueCache
 from lion.layers.shares import by_heads
 from lion.ops.decay import two_terms
 from lion.ops.inductor import materialized
 from lion.ops.tokens import flip
 
 FOX = "fox"
+PUBLISHED = Parts(kv_shift=True, qk_norm="rmsnorm", head_norm="rmsnorm", out_gate="sigmoid")
 
 
 @state_type
@@ -44,13 +45,11 @@ class ForgettingCache(NamedTuple):
         return ForgettingCache(self.cache.with_room(count), self.sums)
 
 
-class ForgettingAttention(SoftmaxAttention):
+class ForgettingAttention(CachedAttention):
     """Softmax attention with forget gates `f_i = sigmoid(W x_i + b)` per token and head.
 
     With `direction="forward"` the layer streams; its state is a KV cache with a number per token and head.
     """
-
-    published = Parts(kv_shift=True, qk_norm="rmsnorm", head_norm="rmsnorm", out_gate="sigmoid")
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = FOX, config: AttentionConfig | None = None, **settings: Any
@@ -60,7 +59,7 @@ class ForgettingAttention(SoftmaxAttention):
 
     @staticmethod
     def info(name: str) -> MixerInfo:
-        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", describe(ForgettingAttention.published))
+        return MixerInfo("FoX, 2503.02130", "a token and head", "softmax", describe(PUBLISHED))
 
     @staticmethod
     def knows_order(name: str, config: AttentionConfig) -> bool:
@@ -68,13 +67,21 @@ class ForgettingAttention(SoftmaxAttention):
 
     def log_gates(self, x: Tensor, k: Tensor, layout: Layout) -> Tensor:
         """Return the log forget gates (B, H, L) in float32 or wider, 0 for padding."""
-        gates = self.decay(x, k, layout).log_decay
-        return gates if layout.valid is None else gates.masked_fill(~layout.valid[:, None], 0)
+        log_gates = self.decay(x, k, layout).log_decay
+        if log_gates is None or layout.valid is None:
+            return log_gates
+        return log_gates.masked_fill(~layout.valid[:, None], 0)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        q, k = self.map_and_rotate(x, q, k, layout)
+        return self.mix_mapped(x, q, k, v, layout)
 
     def mix_mapped(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Mix tokens whose queries and keys are mapped and rotated."""
         return by_heads(self.mix_rows, layout, q, k, v, self.log_gates(x, k, layout))
 
     def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, log_gates: Tensor, layout: Layout) -> Tensor:
+        """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
         direction = self.config.direction
         reverse = direction == "backward"
         log_gates = materialized(log_gates)  # the scan of a GPU under torch 2.11 cannot add their bias
@@ -96,14 +103,16 @@ class ForgettingAttention(SoftmaxAttention):
         return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
 
     def initial_heads(self, batch: int) -> ForgettingCache:
-        cache = super().initial_heads(batch)
+        cache = self.empty_cache(batch)
         return ForgettingCache(cache, cache.k.new_zeros(batch, self.num_heads, 0, dtype=torch.float64))
 
     def prefill_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout
     ) -> tuple[Tensor, ForgettingCache]:
-        y, cache = super().prefill_heads(x, q, k, v, layout)
-        return y, ForgettingCache(cache, self.log_gates(x, cache.k, layout).double().cumsum(-1))
+        q, k = self.map_and_rotate(x, q, k, layout)
+        cache = self.cache_of(x, k, v, layout)
+        sums = self.log_gates(x, k, layout).double().cumsum(-1)
+        return self.mix_mapped(x, q, k, v, layout), ForgettingCache(cache, sums)
 
     def step_heads(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: ForgettingCache, valid: Tensor | None
@@ -115,8 +124,9 @@ class ForgettingAttention(SoftmaxAttention):
         sums = before + self.log_gates(x, k, layout).double().cumsum(-1)
         cache, read = self.extended(state.cache, k, v, valid)
         every = torch.cat([state.sums, sums], -1)
-        y = self.attend(q, *cache.read(q.dtype), self.bias((sums,), (every,), read).to(q.dtype))
+        keys, values = cache.read(q.dtype)
+        y = self.attend(q, keys, values, self.bias((sums,), (every,), read).to(q.dtype))
         return y, ForgettingCache(cache, every)
 
 
-FAMILY = {FOX: Entry(ForgettingAttention)}
+FAMILY = {FOX: Entry(ForgettingAttention, PUBLISHED)}

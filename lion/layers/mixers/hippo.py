@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from lion.config import fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating
-from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.linear import LinearMixer, LionAttention, resolve_linear
 from lion.layers.mixers.lion import LION
 from lion.layers.mixers.registry import MIXERS, Entry
 from lion.layers.mixers.spectra import RANDOM, ROTATING, SPECTRA
@@ -23,7 +25,7 @@ from lion.ops import Gates, rotary_angles
 
 USUAL_SPECTRUM = {"vector": "legs", "scalar": "s4d_real"}  # legs as in S5; a scalar decay cannot rotate
 VALUE_STARTS = ("zoh", "zoh_per_step", "dense")
-GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 class HippoDecay(Decay):
@@ -141,8 +143,8 @@ class SelectiveHippoDecay(HippoDecay):
         rates, steps = self.steps(x)
         selected = self.by_head(self.selects(linear(self.gate, x)))  # (B, H, L, states)
         log_decay = self.of_keys(rates[:, None] + selected * steps[:, None])
-        if layout.special is not None:
-            special = layout.special_of_heads()
+        special = layout.special_of_heads()
+        if special is not None:
             log_decay = log_decay.masked_fill(special if self.width == 1 else special[..., None], 0)
         return Gating(k, Gates(log_decay, angles=self.angles(x, steps, layout)))
 
@@ -179,9 +181,9 @@ class HippoAttention(LionAttention):
     config: HippoConfig
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> HippoConfig:
-        c = fill(config, {"decay_shape": "vector"})
-        c = fill(c, {"spectrum": USUAL_SPECTRUM[c.decay_shape]})
+    def resolve(name: str, config: HippoConfig) -> HippoConfig:
+        shape = config.decay_shape or "vector"
+        c = fill(config, {"decay_shape": shape, "spectrum": USUAL_SPECTRUM[shape]})
         if c.spectrum in ROTATING and c.decay_shape == "scalar":
             raise ValueError(
                 f"spectrum: {c.spectrum!r} rotates pairs of key dimensions, a scalar decay has none: use s4d_real or "
@@ -194,15 +196,16 @@ class HippoAttention(LionAttention):
         elif c.decay_gate is not None:
             raise ValueError(f"decay_gate: mixer {name!r} has none, because its decays do not depend on the tokens")
         c = fill(c, {"value_start": "dense" if c.spectrum == RANDOM else "zoh"})
-        return LionAttention.resolve(name, c)
+        return resolve_linear(name, c)
 
     def make_decays(self, dim: int) -> list[Decay]:
         c = self.config
-        gate = {"gate": c.decay_gate} if c.decay_gate is not None else {}
-        decay = self.mixer.decay(
-            dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max, **gate
-        )
-        return [decay]
+        kind: Callable[..., Decay] = HippoDecay
+        if c.decay_gate is not None:
+            kind = partial(SelectiveHippoDecay, gate=c.decay_gate)
+        return [
+            kind(dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max)
+        ]
 
 
 FAMILY = {

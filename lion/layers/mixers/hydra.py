@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,11 +47,12 @@ class HydraConfig(StateSpaceConfig):
     """Settings of a Hydra layer.
 
     `expand` is the width of all heads together divided by that of the tokens, `state` the number of key dimensions of a
-    head. The convolution has `conv_width` tokens, by default 7, and is centred in direction "both". In one direction
-    the layer has one scan, and the convolution sees no token beyond it.
+    head. The convolution of `conv_width` tokens is centred in direction "both". In one direction the layer has one
+    scan, and the convolution sees no token beyond it.
     """
 
     state: int = setting(64, min=1, max=65_536)
+    conv_width: int = setting(7, min=1, max=64)
 
 
 @state_type
@@ -94,7 +95,6 @@ class HydraAttention(StateSpaceMixer):
     Config = HydraConfig
     config: HydraConfig
     forms = FORMS
-    usual: ClassVar[dict[str, Any]] = {"conv_width": 7}
     memory = ("a", "step_bias")  # parameters of the decays
 
     def __init__(
@@ -125,9 +125,10 @@ class HydraAttention(StateSpaceMixer):
         z, wide = self.project(x)
         streams = self.streams(x, z, self.convolution(wide, layout))
         settings = {**SCAN, "form": self.form, "chunk_size": self.chunk_size, "segments": layout.segments}
-        scan, read = linear_attention, 0
+        scan = linear_attention
         if layout.part is not None:
             scan = partial(split_attention, part=layout.part)
+        read = torch.zeros_like(streams.x)
         for side, tokens in zip(self.sides, streams.scans):
             y = scan(*tokens, **settings, direction=side)
             read = read + neighbour(joined(y), NEIGHBOURS[side], layout)

@@ -10,6 +10,7 @@ the two decays of one pair may differ. The same rotation therefore has different
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -20,7 +21,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers.base import MixerInfo
 from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating
-from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.linear import LinearMixer, LionAttention, resolve_linear
 from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.weights import linear
@@ -113,7 +114,7 @@ class LightNetAttention(LionAttention):
     config: LightNetConfig
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> LightNetConfig:
+    def resolve(name: str, config: LightNetConfig) -> LightNetConfig:
         if config.direction == "both" and not config.share:
             raise ValueError(
                 "share: direction 'both' has no decay, so share=false needs direction 'forward' or 'backward'"
@@ -125,7 +126,7 @@ class LightNetAttention(LionAttention):
                 )
         if config.score_dropout:
             raise ValueError(f"score_dropout is not available with mixer {name!r}, which computes no scores")
-        return LionAttention.resolve(name, config)
+        return resolve_linear(name, config)
 
     @staticmethod
     def info(name: str) -> MixerInfo:
@@ -148,10 +149,19 @@ class LightNetAttention(LionAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         if not self.one_scan:
             return super().mix(x, q, k, v, layout)
-        given = dict(angles=self.angles(x, layout), segments=layout.segments, feature_map=self.config.feature_map)
+        angles = self.angles(x, layout)
+        attention = partial(one_scan_attention, form=self.form)
         if layout.part is not None:
-            return split_one_scan_attention(q, k, v, **given, part=layout.part, chunk_size=self.chunk_size)
-        return one_scan_attention(q, k, v, **given, form=self.form, chunk_size=self.chunk_size)
+            attention = partial(split_one_scan_attention, part=layout.part)
+        return attention(
+            q,
+            k,
+            v,
+            angles=angles,
+            segments=layout.segments,
+            feature_map=self.config.feature_map,
+            chunk_size=self.chunk_size,
+        )
 
 
 LIGHTNET = "lightnet"

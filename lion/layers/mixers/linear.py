@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill, nearest
+from lion.config import check_settings, fill, nearest, present
 from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
 from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.config import AttentionConfig, check_rotation, streams
 from lion.layers.mixers.decay import Decay, Gating, fold
-from lion.layers.mixers.parts import PLAIN_BLOCK, Parts, describe, parts_of, with_parts
+from lion.layers.mixers.parts import PLAIN_BLOCK, C, Parts, describe, parts_of, with_parts
 from lion.layers.mixers.registry import MIXERS, own_settings
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
@@ -92,6 +92,49 @@ def usual_mixer(kind: type) -> str:
     if USUAL in names or len(names) == 1:
         return USUAL if USUAL in names else names[0]
     raise ValueError(f"mixer: {kind.__name__} needs one of {', '.join(names)}")
+
+
+def resolve_linear(name: str, config: C) -> C:
+    """Return the settings of a linear mixer with every None replaced by its convention, see `Mixer.resolve`."""
+    check_settings(config)
+    check_scan_names(config.scans)
+    entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR
+    if several and config.rotation not in (None, NO_ROTATION):
+        raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
+    if several and not (entry.decay and entry.decay.scans):
+        fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.scans)
+        raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
+    if config.decay_temperature is not None and not (entry.decay and entry.decay.tempered):
+        fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.tempered)
+        raise ValueError(f"decay_temperature: not available with mixer {name!r}, only with {fits}")
+    conventions = (None, entry.decay_convention, entry.causal_decay_convention)
+    if entry.decay is None and config.decay_convention not in conventions:
+        raise ValueError(f"decay_convention {config.decay_convention!r}: mixer {name!r} has no decay")
+    if config.score_dropout and config.form in ("chunk", "rnn"):
+        raise ValueError(f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}")
+    filled = {name: getattr(entry, name) for name in ("feature_map", "normalize", "rotation")}
+    both = config.direction == "both"
+    filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
+    out = with_parts(fill(config, filled), entry.parts(config))
+    if entry.decay and entry.decay.delta:
+        if out.normalize != "none":
+            raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
+        if config.score_dropout:
+            raise ValueError("score_dropout is not available with the delta rule, which has no scores")
+        if out.decay_convention != "target":
+            raise ValueError(
+                f"decay_convention {out.decay_convention!r} is not available with the delta rule, use 'target'"
+            )
+    check_rotation(out)
+    maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
+    for phi in maps:
+        if out.normalize in ("sum", "pre") and not FEATURE_MAPS[phi].positive:
+            positive = ", ".join(n for n, m in FEATURE_MAPS.items() if m.positive)
+            raise ValueError(
+                f"normalize {out.normalize!r} divides by a row sum, which feature_map {phi!r} can make zero or "
+                f"negative; use normalize 'none' or one of {positive}"
+            )
+    return out
 
 
 class Operands(NamedTuple):
@@ -183,8 +226,9 @@ class LionAttention(Attention):
         super().__init__(dim, num_heads, config, linear[mixer].parts(config))
         self.mixer_name = mixer
         self.mixer = linear[mixer]
-        self.decays = nn.ModuleList(self.make_decays(dim))
-        for decay in self.decays:
+        decays = self.make_decays(dim)
+        self.decays = nn.ModuleList(decays)
+        for decay in decays:
             decay.reverse = self.config.direction == "backward"
             decay.temperature = self.config.decay_temperature or decay.temperature
         self.form, self.chunk_size = self.config.form, self.config.chunk_size
@@ -200,8 +244,8 @@ class LionAttention(Attention):
         return Settings(
             form=self.form,
             direction=c.direction,
-            normalize=c.normalize,
-            decay_convention=c.decay_convention,
+            normalize=present(c.normalize),
+            decay_convention=present(c.decay_convention),
             feature_map=None if self.maps_first else c.feature_map,
             scale=self.mixer.scale,
             chunk_size=self.chunk_size,
@@ -209,6 +253,11 @@ class LionAttention(Attention):
             scan_merge=c.scan_merge,
             undecayed_erase=self.mixer.undecayed_erase,
         )
+
+    @property
+    def decay(self) -> Decay:
+        """Return the decay of the first scan, often the only one."""
+        return cast("Decay", self.decays[0])
 
     @property
     def maps_first(self) -> bool:
@@ -223,48 +272,8 @@ class LionAttention(Attention):
         return [] if kind is None else [kind(dim, self.num_heads) for _ in self.config.scans]
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
-        check_settings(config)
-        check_scan_names(config.scans)
-        entry, several = MIXERS[name].fields, config.scans != ROW_MAJOR
-        if several and config.rotation not in (None, NO_ROTATION):
-            raise ValueError(f"rotation {config.rotation!r} needs one order of the tokens, not several scans")
-        if several and not (entry.decay and entry.decay.scans):
-            fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.scans)
-            raise ValueError(f"scans: not available with mixer {name!r}, only with {fits}")
-        if config.decay_temperature is not None and not (entry.decay and entry.decay.tempered):
-            fits = ", ".join(n for n, other in linear_mixers().items() if other.decay and other.decay.tempered)
-            raise ValueError(f"decay_temperature: not available with mixer {name!r}, only with {fits}")
-        conventions = (None, entry.decay_convention, entry.causal_decay_convention)
-        if entry.decay is None and config.decay_convention not in conventions:
-            raise ValueError(f"decay_convention {config.decay_convention!r}: mixer {name!r} has no decay")
-        if config.score_dropout and config.form in ("chunk", "rnn"):
-            raise ValueError(
-                f"score_dropout exists in the full form only, use form 'auto' or 'full', got {config.form!r}"
-            )
-        filled = {name: getattr(entry, name) for name in ("feature_map", "normalize", "rotation")}
-        both = config.direction == "both"
-        filled["decay_convention"] = entry.decay_convention if both else entry.causal_decay_convention
-        out = with_parts(fill(config, filled), entry.parts(config))
-        if entry.decay and entry.decay.delta:
-            if out.normalize != "none":
-                raise ValueError(f"normalize {out.normalize!r} is not available with the delta rule, use 'none'")
-            if config.score_dropout:
-                raise ValueError("score_dropout is not available with the delta rule, which has no scores")
-            if out.decay_convention != "target":
-                raise ValueError(
-                    f"decay_convention {out.decay_convention!r} is not available with the delta rule, use 'target'"
-                )
-        check_rotation(out)
-        maps = [out.feature_map] + ([entry.key_map] if entry.key_map else [])
-        for phi in maps:
-            if out.normalize in ("sum", "pre") and not FEATURE_MAPS[phi].positive:
-                positive = ", ".join(n for n, m in FEATURE_MAPS.items() if m.positive)
-                raise ValueError(
-                    f"normalize {out.normalize!r} divides by a row sum, which feature_map {phi!r} can make zero or "
-                    f"negative; use normalize 'none' or one of {positive}"
-                )
-        return out
+    def resolve(name: str, config: Any) -> Any:
+        return resolve_linear(name, config)
 
     @staticmethod
     def info(name: str) -> MixerInfo:
@@ -343,7 +352,7 @@ class LionAttention(Attention):
         """Return the operands for tokens x (B, L, dim), and the state of the decay after them."""
         if self.maps_first:
             q, k = self.mapped(q, k)
-        gating = self.decays[0](x, k, layout, state) if self.decays else Gating(k)
+        gating = self.decay(x, k, layout, state) if self.decays else Gating(k)
         if gating.query_shift is not None:
             q = (q + gating.query_shift).to(q.dtype)
         if gating.value_gate is not None:
@@ -369,14 +378,14 @@ class LionAttention(Attention):
         given = self.operands(x, q, k, v, layout, state.decay)
         before = State(state.S, state.z)
         y, new = step(given.q, given.k, given.v, before, given.gates, valid=valid, settings=self.operator_settings)
-        return y, LinearState(new.S, new.z, state.position + layout.count(x), given.state)
+        return y, LinearState(new.S, new.z, state.position + layout.tokens_of(x), given.state)
 
     def initial_heads(self, batch: int) -> LinearState:
         weight, shape = self.like, (batch, self.num_heads, self.head_dim, self.value_dim)
         S = weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()
-        return LinearState(S, z, position, self.decays[0].initial_state(z) if self.decays else ())
+        return LinearState(S, z, position, self.decay.initial_state(z) if self.decays else ())
 
 
 def with_settings(constructor: Callable[..., Any], config: type) -> inspect.Signature:

@@ -55,8 +55,9 @@ class SelectiveDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = F.logsigmoid(linear(self.gate, x)).mT  # (B, H, L)
-        if layout.special is not None:
-            log_decay = log_decay.masked_fill(layout.special_of_heads(), 0)
+        special = layout.special_of_heads()
+        if special is not None:
+            log_decay = log_decay.masked_fill(special, 0)
         return Gating(k, Gates(log_decay))
 
 
@@ -72,8 +73,9 @@ class SelectiveVectorDecay(Decay):
 
     def gating(self, x: Tensor, k: Tensor, layout: Layout) -> Gating:
         log_decay = self.by_head(F.logsigmoid(linear(self.gate, x)))
-        if layout.special is not None:
-            log_decay = log_decay.masked_fill(layout.special_of_heads()[..., None], 0)
+        special = layout.special_of_heads()
+        if special is not None:
+            log_decay = log_decay.masked_fill(special[..., None], 0)
         return Gating(k, Gates(log_decay))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from lion.layers.norms import RMSNorm
 if TYPE_CHECKING:
     from lion.layers.mixers.config import AttentionConfig
 
+C = TypeVar("C", bound="AttentionConfig")
 NO_PART = "none"
 BLOCKS = ("plain", "published")
 INNER_SIGMOID = "inner_sigmoid"  # RWKV-7's gate, `sigmoid(x W1) W2`
@@ -124,7 +125,7 @@ def parts_of(config: AttentionConfig, plain: Parts, published: Parts) -> Parts:
     return parts
 
 
-def with_parts(config: AttentionConfig, parts: Parts) -> AttentionConfig:
+def with_parts(config: C, parts: Parts) -> C:
     """Return settings in which those that choose parts are filled in."""
     return replace(config, conv_width=parts.conv_width, out_norm=parts.out_norm, out_gate=parts.out_gate)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.config import AttentionConfig
-from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention, Operands
+from lion.layers.mixers.linear import LinearMixer, LinearState, LionAttention, Operands, resolve_linear
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import running_maximum
 from lion.layers.rotations import NO_ROTATION
@@ -59,6 +59,7 @@ class PerformerAttention(LionAttention):
 
     Config = PerformerConfig
     config: PerformerConfig
+    random_features: Tensor
 
     def __init__(self, dim: int, num_heads: int, *args: Any, **settings: Any) -> None:
         super().__init__(dim, num_heads, *args, **settings)
@@ -67,7 +68,7 @@ class PerformerAttention(LionAttention):
         self.register_buffer("random_features", orthogonal_features(self.count, D).to(self.like))
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> PerformerConfig:
+    def resolve(name: str, config: PerformerConfig) -> PerformerConfig:
         taken = {"feature_map": "identity", "rotation": NO_ROTATION, "normalize": "sum", "decay_convention": "target"}
         for field, usual in taken.items():
             if getattr(config, field) not in (None, usual):
@@ -76,7 +77,7 @@ class PerformerAttention(LionAttention):
                 )
         if config.score_dropout:
             raise ValueError(f"score_dropout is not available with mixer {name!r}")
-        return replace(LionAttention.resolve(name, replace(config, normalize="none")), normalize="sum")
+        return replace(resolve_linear(name, replace(config, normalize="none")), normalize="sum")
 
     def check_split(self, count: int) -> None:
         check_share("num_heads", self.num_heads, count)
@@ -101,10 +102,10 @@ class PerformerAttention(LionAttention):
             largest = keys.detach().amax(-1).double() - LOWEST  # (B, H, L)
             if layout.valid is not None:
                 largest = largest.masked_fill(~layout.valid[:, None], 0)
-            c, earlier, state = self.stabilisers(largest.clamp_min(0), layout, *state)
+            c, earlier, last = self.stabilisers(largest.clamp_min(0), layout, *state)
             keys = (keys - (c + LOWEST)[..., None]).exp().to(v.dtype) * self.count**-0.5
             log_decay = None if earlier is None else (earlier - c).to(q.dtype)
-        return Operands(queries.to(v.dtype), keys, v, Gates(log_decay), (state,))
+        return Operands(queries.to(v.dtype), keys, v, Gates(log_decay), (last,))
 
     def stabilisers(
         self, largest: Tensor, layout: Layout, before: Tensor | None = None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """An entry of `MIXERS`: the class of the layer, and its parts (a `LinearMixer` for linear mixers)."""
+    """An entry of `MIXERS`: the class of the layer, and a `LinearMixer` or the `Parts` of its published block."""
 
     layer: type[Mixer]
     fields: Any = None
@@ -58,8 +58,8 @@ def own_settings(
         classes = {entry.layer for entry in MIXERS.values()}
         own = next((base for base in layer.__mro__ if base in classes), of_mixer)
         if own is not of_mixer:
-            names = ", ".join(other for other, entry in MIXERS.items() if entry.layer is own)
-            raise ValueError(f"mixer: expected {names} in {layer.__name__}, got {name!r}, a {of_mixer.__name__}")
+            fits = ", ".join(other for other, entry in MIXERS.items() if entry.layer is own)
+            raise ValueError(f"mixer: expected {fits} in {layer.__name__}, got {name!r}, a {of_mixer.__name__}")
     kind = of_mixer.Config
     if config is not None and not is_dataclass(config):
         raise ValueError(f"config: expected a {kind.__name__}, got {type(config).__name__}; settings go by name")
@@ -67,7 +67,7 @@ def own_settings(
     given = dict(settings)
     for field in () if config is None else fields(config):
         value = getattr(config, field.name)
-        if field.name in names or value != field.default:
+        if value is not None and (field.name in names or value != field.default):
             given.setdefault(field.name, value)
     for key in given:
         if key not in names:

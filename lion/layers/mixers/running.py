@@ -53,10 +53,11 @@ def entering_maximum(logit: Tensor, step: Tensor, segment_index: Tensor | None, 
     m, ahead = torch.zeros_like(last), -1 if reverse else 1
     for p in order:
         added = every_sum[p] + m
-        if part.first is not None:  # m passes through the part if it holds tokens of one segment
+        if part.first is not None and part.last is not None:
+            # m passes through the part if it holds tokens of one segment
             added = added.masked_fill((part.first[:, p] != part.last[:, p])[:, None], 0)
         m = torch.maximum(added, every_last[p])
-        if part.first is not None:
+        if part.first is not None and part.last is not None:
             left, entered = (part.first, part.last) if reverse else (part.last, part.first)
             m = m.masked_fill((left[:, p] != entered[:, p + ahead])[:, None], 0)
     return m

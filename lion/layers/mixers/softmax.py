@@ -15,14 +15,14 @@ from lion.layers.layout import ROW_MAJOR, Layout, check_scan_names
 from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.config import AttentionConfig, streams
-from lion.layers.mixers.parts import PLAIN_BLOCK, parts_of, with_parts
+from lion.layers.mixers.parts import PLAIN_BLOCK, Parts, parts_of, with_parts
 from lion.layers.mixers.registry import Entry, entry_of, own_settings
 from lion.layers.norms import over_tokens
 from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops.features import apply_feature_map
 from lion.ops.modes import transforms_active
-from lion.ops.rotary import rotate_each
+from lion.ops.rotary import rotate_pair
 from lion.ops.tokens import flip
 
 SOFTMAX = "softmax"  # the baseline: no feature map, no decay, PyTorch's SDPA
@@ -47,10 +47,11 @@ class KeyValueCache(NamedTuple):
     def with_room(self, count: int) -> KeyValueCache:
         """Return the cache with room for `count` more tokens."""
         length = self.valid.shape[1]
-        cache = KeyValueCache(*(F.pad(x[:, :, :length], (0, 0, 0, count)) for x in (self.k, self.v)), self.valid)
-        for x, tokens in zip(cache, (2, 2, 1)):
+        k = F.pad(self.k[:, :, :length], (0, 0, 0, count))
+        v = F.pad(self.v[:, :, :length], (0, 0, 0, count))
+        for x, tokens in ((k, 2), (v, 2), (self.valid, 1)):
             torch._dynamo.maybe_mark_dynamic(x, tokens)  # symbolic, so that one compiled step serves all lengths
-        return cache
+        return KeyValueCache(k, v, self.valid)
 
     def append(self, k: Tensor, v: Tensor, valid: Tensor) -> KeyValueCache:
         """Return the cache with C more tokens: keys and values (B, H, C, D), and their mask `valid` (B, C)."""
@@ -65,7 +66,8 @@ class KeyValueCache(NamedTuple):
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values (B, H, T, D), without the room, in the dtype of queries, which may have changed."""
-        return tuple(x[:, :, : self.valid.shape[1]].to(dtype) for x in (self.k, self.v))
+        length = self.valid.shape[1]
+        return self.k[:, :, :length].to(dtype), self.v[:, :, :length].to(dtype)
 
 
 def reserve(state: Any, count: int) -> Any:
@@ -86,17 +88,19 @@ def reserve(state: Any, count: int) -> Any:
     return tree_map(lambda part: part.with_room(count) if is_cache(part) else part, state, is_leaf=is_cache)
 
 
-class SoftmaxAttention(Attention):
-    """Softmax attention through `scaled_dot_product_attention`, with an optional feature map (Table 14).
+def published_parts(name: str) -> Parts:
+    """Return the parts of the published block of a mixer of softmax; by default none."""
+    return entry_of(name).fields or PLAIN_BLOCK
 
-    With `direction="forward"` the layer streams; its state holds the keys and values of every token (a KV cache).
-    """
+
+class CachedAttention(Attention):
+    """Softmax attention with a cache of keys and values in its state; a subclass defines `mix` and the streaming."""
 
     def __init__(
         self, dim: int, num_heads: int, mixer: str = SOFTMAX, config: AttentionConfig | None = None, **settings
     ) -> None:
         config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
-        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, self.published))
+        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, published_parts(mixer)))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
@@ -104,7 +108,7 @@ class SoftmaxAttention(Attention):
         check_scan_names(config.scans)
         if config.form not in ("auto", "full"):
             raise ValueError(f"form {config.form!r} is not available with mixer {name!r}, which has only 'full'")
-        parts = parts_of(config, PLAIN_BLOCK, entry_of(name).layer.published)
+        parts = parts_of(config, PLAIN_BLOCK, published_parts(name))
         config = with_parts(fill(config, {"rotation": NO_ROTATION}), parts)
         for setting in ("normalize", "decay_convention", "decay_temperature"):
             if getattr(config, setting) is not None:
@@ -112,10 +116,6 @@ class SoftmaxAttention(Attention):
         if config.scans != ROW_MAJOR:
             raise ValueError(f"scans: not available with mixer {name!r}, which has no scan order")
         return config
-
-    @staticmethod
-    def info(name: str) -> MixerInfo:
-        return MixerInfo("1706.03762, the baseline", "-", "softmax")
 
     def check_split(self, count: int) -> None:
         if self.config.score_dropout:
@@ -128,27 +128,11 @@ class SoftmaxAttention(Attention):
             return layout._replace(whole=layout.whole.with_pairs(self.config.direction))
         return layout.with_pairs(self.config.direction)
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        return self.mix_mapped(x, *self.map_and_rotate(x, q, k, layout), v, layout)
-
-    def mix_mapped(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Mix tokens whose queries and keys are mapped and rotated."""
-        return by_heads(self.mix_rows, layout, q, k, v)
-
-    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
-        direction = self.config.direction
-        mask = layout.with_pairs(direction).readable(direction)
-        if mask is not None:
-            return self.attend(q, k, v, mask).masked_fill(~layout.valid[:, None, :, None], 0)
-        reverse = direction == "backward"  # the kernel of causal attention, without a mask, reads from the left
-        y = self.attend(*(flip(t, 2, reverse) for t in (q, k, v)), None, causal=direction != "both")
-        return flip(y, 2, reverse)
-
     def map_and_rotate(self, x: Tensor, q: Tensor, k: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Apply the feature map to q and k, then rotate them by the positions of their tokens."""
-        q, k = (apply_feature_map(self.config.feature_map, x) for x in (q, k))
-        return rotate_each(self.angles(x, layout), layout.valid, q, k)
+        q = apply_feature_map(self.config.feature_map, q)
+        k = apply_feature_map(self.config.feature_map, k)
+        return rotate_pair(self.angles(x, layout), layout.valid, q, k)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
         dropout = self.config.score_dropout if self.training else 0.0
@@ -157,24 +141,17 @@ class SoftmaxAttention(Attention):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
 
-    def initial_heads(self, batch: int) -> KeyValueCache:
-        k, v = (self.like.new_zeros(batch, self.num_heads, 0, n) for n in (self.head_dim, self.value_dim))
+    def empty_cache(self, batch: int) -> KeyValueCache:
+        k = self.like.new_zeros(batch, self.num_heads, 0, self.head_dim)
+        v = self.like.new_zeros(batch, self.num_heads, 0, self.value_dim)
         return KeyValueCache(k, v, torch.zeros(batch, 0, dtype=torch.bool, device=k.device))
 
-    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, KeyValueCache]:
-        read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if layout.valid is None else layout.valid
-        if layout.segment_index is not None:
-            read = layout.in_last_segment()
-        q, k = self.map_and_rotate(x, q, k, layout)
-        return self.mix_mapped(x, q, k, v, layout), KeyValueCache(k, v, read)
-
-    def step_heads(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache, valid: Tensor | None
-    ) -> tuple[Tensor, KeyValueCache]:
-        check_state(state, KeyValueCache, x)
-        q, k = self.map_and_rotate(x, q, k, Layout.after(x, state.valid.sum(1), valid))
-        state, read = self.extended(state, k, v, valid)
-        return self.attend(q, *state.read(q.dtype), read), state
+    def cache_of(self, x: Tensor, k: Tensor, v: Tensor, layout: Layout) -> KeyValueCache:
+        """Return the cache after a prompt x (B, L, dim), from its rotated keys and its values."""
+        read = layout.in_last_segment()
+        if read is None:
+            read = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        return KeyValueCache(k, v, read)
 
     def extended(
         self, cache: KeyValueCache, k: Tensor, v: Tensor, valid: Tensor | None
@@ -190,6 +167,47 @@ class SoftmaxAttention(Attention):
         return cache, read
 
 
+class SoftmaxAttention(CachedAttention):
+    """Softmax attention through `scaled_dot_product_attention`, with an optional feature map (Table 14).
+
+    With `direction="forward"` the layer streams; its state holds the keys and values of every token (a KV cache).
+    """
+
+    @staticmethod
+    def info(name: str) -> MixerInfo:
+        return MixerInfo("1706.03762, the baseline", "-", "softmax")
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        q, k = self.map_and_rotate(x, q, k, layout)
+        return by_heads(self.mix_rows, layout, q, k, v)
+
+    def mix_rows(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        """Mix whole rows of any heads, whose queries and keys are mapped and rotated."""
+        direction = self.config.direction
+        mask = layout.with_pairs(direction).readable(direction)
+        if mask is not None and layout.valid is not None:
+            return self.attend(q, k, v, mask).masked_fill(~layout.valid[:, None, :, None], 0)
+        reverse = direction == "backward"  # the kernel of causal attention, without a mask, reads from the left
+        q, k, v = flip(q, 2, reverse), flip(k, 2, reverse), flip(v, 2, reverse)
+        return flip(self.attend(q, k, v, None, causal=direction != "both"), 2, reverse)
+
+    def initial_heads(self, batch: int) -> KeyValueCache:
+        return self.empty_cache(batch)
+
+    def prefill_heads(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, KeyValueCache]:
+        q, k = self.map_and_rotate(x, q, k, layout)
+        return by_heads(self.mix_rows, layout, q, k, v), self.cache_of(x, k, v, layout)
+
+    def step_heads(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: KeyValueCache, valid: Tensor | None
+    ) -> tuple[Tensor, KeyValueCache]:
+        check_state(state, KeyValueCache, x)
+        q, k = self.map_and_rotate(x, q, k, Layout.after(x, state.valid.sum(1), valid))
+        state, read = self.extended(state, k, v, valid)
+        keys, values = state.read(q.dtype)
+        return self.attend(q, keys, values, read), state
+
+
 class NoMixing(Attention):
     """A layer without mixing, which shows the cost of a layer without its mixer.
 
@@ -200,14 +218,14 @@ class NoMixing(Attention):
         self, dim: int, num_heads: int, mixer: str = NONE, config: AttentionConfig | None = None, **settings
     ) -> None:
         config = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
-        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, self.published))
+        super().__init__(dim, num_heads, config, parts_of(config, PLAIN_BLOCK, published_parts(mixer)))
 
     @staticmethod
     def resolve(name: str, config: AttentionConfig) -> AttentionConfig:
         for setting, plain in (("feature_map", None), ("rotation", NO_ROTATION)):
             if getattr(config, setting) not in (None, plain):
                 raise ValueError(f"{setting} belongs to mixers with scores, {name!r} has none")
-        return SoftmaxAttention.resolve(name, config)
+        return CachedAttention.resolve(name, config)
 
     @staticmethod
     def info(name: str) -> MixerInfo:

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill, setting
+from lion.config import check_settings, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.base import Mixer, check_width
-from lion.layers.mixers.config import ALTERNATING, AttentionConfig
+from lion.layers.mixers.config import ALTERNATING, MixerConfig
 from lion.layers.mixers.registry import entry_of, own_settings
-from lion.layers.norms import NO_NORM
-from lion.layers.rotations import NO_ROTATION
 
-OWN = ("expand", "state")
-# Settings of attention layers that these mixers have, too. Both values of `block` are their published block.
-SHARED = ("block", "conv_width", "direction", "form", "chunk_size")
-OFF = (None, 0, False, "none")  # values that turn off what these mixers do not have anyway
+OWN = ("conv_width", "expand", "state")
 
 
 @dataclass
-class StateSpaceConfig(AttentionConfig):
-    """Settings of a state space mixer.
+class StateSpaceConfig(MixerConfig):
+    """Settings of a state space mixer. Both values of `block` are its published block.
 
     `expand` is the number of channels divided by the width of the tokens, `state` the number of state dimensions of a
-    channel. The convolution has `conv_width` tokens, by default those of the publication.
+    channel, and `conv_width` the number of tokens of the convolution.
     """
 
     expand: int = setting(2, min=1, max=64)
     state: int = setting(16, min=1, max=65_536)
+    conv_width: int = setting(4, min=1, max=64)
 
     def label(self) -> str:
         usual = type(self)()
-        return ", ".join(f"{name} {getattr(self, name)}" for name in OWN if getattr(self, name) != getattr(usual, name))
+        changed = [name for name in OWN if getattr(self, name) != getattr(usual, name)]
+        return ", ".join(f"{name.replace('_', ' ')} {getattr(self, name)}" for name in changed)
 
 
 class StateSpaceMixer(Mixer):
     """A mixer of one scan per direction, which projects tokens to its channels by the linear layer `inputs`.
 
-    Attributes:
-        usual: Values of settings that are None.
-
     Raises:
-        ValueError: A value out of its range, or a setting of attention layers that the mixer does not have.
+        ValueError: A value out of its range, or a setting that the mixer does not have.
     """
 
     Config = StateSpaceConfig
     config: StateSpaceConfig
-    usual: ClassVar[dict[str, Any]]
     inputs: nn.Linear
 
-    def __init__(self, dim: int, num_heads: int, mixer: str, config: AttentionConfig | None, **settings: Any) -> None:
+    def __init__(self, dim: int, num_heads: int, mixer: str, config: MixerConfig | None, **settings: Any) -> None:
         super().__init__()
         check_width(dim, num_heads)
         self.config = c = self.resolve(mixer, own_settings(mixer, config, settings, type(self)))
@@ -61,25 +54,19 @@ class StateSpaceMixer(Mixer):
         self.set_form(c.form)
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> StateSpaceConfig:
+    def resolve(name: str, config: Any) -> Any:
         layer = entry_of(name).layer
         check_settings(config)
-        for field in fields(config):
-            value = getattr(config, field.name)
-            if field.name not in (*OWN, *SHARED) and value != field.default and value not in OFF:
-                raise ValueError(
-                    f"{field.name}: not available with mixer {name!r}, which has {', '.join((*OWN, *SHARED))}"
-                )
-        if config.conv_width == 0:
-            raise ValueError(f"conv_width: mixer {name!r} has a convolution, expected at least 1")
+        if config.score_dropout:
+            raise ValueError(f"score_dropout is not available with mixer {name!r}, which computes no scores")
         if config.form not in ("auto", *layer.forms):
             raise ValueError(
                 f"form {config.form!r} is not available with mixer {name!r}, which has {', '.join(layer.forms)}"
             )
-        return fill(config, {"rotation": NO_ROTATION, "out_norm": NO_NORM, **layer.usual})
+        return config
 
     @staticmethod
-    def knows_order(name: str, config: AttentionConfig) -> bool:
+    def knows_order(name: str, config: Any) -> bool:
         return True
 
     def check_split(self, count: int) -> None:

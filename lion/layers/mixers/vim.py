@@ -12,7 +12,7 @@ The output is `proj(y silu(z))`, with the mean y of the directions.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
-from lion.layers.mixers.config import AttentionConfig
+from lion.layers.mixers.config import MixerConfig
 from lion.layers.mixers.linear_transformers import inverse_softplus_steps
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.state_space import StateSpaceMixer
@@ -138,20 +138,21 @@ class VimMixer(StateSpaceMixer):
         config: Settings; **settings are settings by name, which override `config`.
 
     Raises:
-        ValueError: A value out of its range, or a setting of attention layers that Vim does not have.
+        ValueError: A value out of its range, or a setting that Vim does not have.
     """
 
     forms = ("chunk", "rnn")
-    usual: ClassVar[dict[str, Any]] = {"conv_width": 4}
 
     def __init__(
-        self, dim: int, num_heads: int, mixer: str = VIM, config: AttentionConfig | None = None, **settings: Any
+        self, dim: int, num_heads: int, mixer: str = VIM, config: MixerConfig | None = None, **settings: Any
     ) -> None:
         super().__init__(dim, num_heads, mixer, config, **settings)
-        c, channels, rank = self.config, self.config.expand * dim, math.ceil(dim / 16)
+        c = self.config
+        channels, rank = c.expand * dim, math.ceil(dim / 16)
         self.inputs = nn.Linear(dim, 2 * channels, bias=False)
-        sides = scan_directions(c.direction)
-        self.sides = nn.ModuleList(Side(channels, c.state, rank, c.conv_width, side) for side in sides)
+        self.sides = nn.ModuleList()
+        for direction in scan_directions(c.direction):
+            self.sides.append(Side(channels, c.state, rank, c.conv_width, direction))
         self.proj = nn.Linear(channels, dim, bias=False)
 
     @staticmethod
@@ -166,47 +167,64 @@ class VimMixer(StateSpaceMixer):
     def forward(self, x: Tensor, layout: Layout | Tensor | None = PLAIN) -> Tensor:
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
-        offsets = [side.convolution.offsets for side in self.sides]
+        sides = self.directions()
+        offsets = [side.convolution.offsets for side in sides]
         u, around, own = surrounded(u, layout, range(min(o[0] for o in offsets), max(o[-1] for o in offsets) + 1))
 
         def convolved_and_selected(u: Tensor) -> Selection:
-            return self.selection([side.convolution(u, around)[:, own] for side in self.sides], layout)
+            return self.selection([side.convolution(u, around)[:, own] for side in sides], layout)
 
         # the backward pass computes these again, which takes little time beside its scan; `torch.func` cannot
         if torch.is_grad_enabled() and not transforms_active():
-            draws = not all(is_plain(layer) for side in self.sides for layer in (side.select, side.step))
+            draws = not all(is_plain(layer) for side in sides for layer in (side.select, side.step))
             selection = checkpoint(convolved_and_selected, u, use_reentrant=False, preserve_rng_state=draws)
         else:
             selection = convolved_and_selected(u)
         state = None if layout.part is None else self.entering(selection, layout.part)
         return self.scanned(selection, z, state)[0]
 
+    def directions(self) -> list[Side]:
+        """Return the parameters of each direction."""
+        return cast("list[Side]", list(self.sides))
+
+    def rates(self, dtype: torch.dtype) -> Tensor:
+        """Return A (sides, E, N)."""
+        return torch.stack([side.rates(dtype) for side in self.directions()])
+
     def entering(self, selection: Selection, part: Part) -> Tensor:
         """Return the states (sides, B, E, N) that enter a part of the rows, from a scan of every part without them."""
-        x, dt, B, C, start = selection
-        A = torch.stack([side.rates(dt.dtype) for side in self.sides])
-        left = selective_scan(x, dt, A, B, C, start=start, chunk_size=self.chunk_size)[1]
-        return entering_states(left, dt.sum(2), A, part, [side.reverse for side in self.sides])
+        s = selection
+        A = self.rates(s.dt.dtype)
+        _, left = selective_scan(s.x, s.dt, A, s.B, s.C, start=s.start, chunk_size=self.chunk_size)
+        return entering_states(left, s.dt.sum(2), A, part, [side.reverse for side in self.directions()])
 
     def selection(self, convolved: list[Tensor], layout: Layout) -> Selection:
         """Return the arguments of all scans, stacked, from the outputs (B, L, E) of the convolution of each side."""
-        parts = [side.selection(F.silu(v), layout) for side, v in zip(self.sides, convolved)]
-        return Selection(*(None if part[0] is None else torch.stack(part) for part in zip(*parts)))
+        found = [side.selection(F.silu(v), layout) for side, v in zip(self.directions(), convolved)]
+        starts = [s.start for s in found if s.start is not None]
+        return Selection(
+            x=torch.stack([s.x for s in found]),
+            dt=torch.stack([s.dt for s in found]),
+            B=torch.stack([s.B for s in found]),
+            C=torch.stack([s.C for s in found]),
+            start=torch.stack(starts) if starts else None,
+        )
 
     def scanned(self, selection: Selection, z: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output (B, L, dim) for the gate z (B, L, E), and the states (sides, B, E, N) after the last token.
 
         `state` are the states before the first token.
         """
-        x, dt, B, C, start = selection
-        A = torch.stack([side.rates(dt.dtype) for side in self.sides])
-        y, state = selective_scan(x, dt, A, B, C, start=start, state=state, chunk_size=self.chunk_size)
-        y = sum(side.output(*tokens) for side, *tokens in zip(self.sides, x, y)) / len(self.sides)
-        return self.proj(y * F.silu(z)), state
+        s = selection
+        A = self.rates(s.dt.dtype)
+        y, state = selective_scan(s.x, s.dt, A, s.B, s.C, start=s.start, state=state, chunk_size=self.chunk_size)
+        first, *others = [side.output(s.x[i], y[i]) for i, side in enumerate(self.directions())]
+        mean = sum(others, first) / len(self.sides)
+        return self.proj(mean * F.silu(z)), state
 
     def initial_state(self, batch: int) -> VimState:
         self.check_causal()
-        (side,) = self.sides
+        (side,) = self.directions()
         wide = torch.promote_types(side.a.dtype, torch.float32)
         return VimState(side.convolution.initial_state(batch), side.a.new_zeros(batch, *side.a.shape, dtype=wide))
 
@@ -214,7 +232,8 @@ class VimMixer(StateSpaceMixer):
         self.check_causal()
         layout = Layout.given(x, layout)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
-        convolved, tokens = self.sides[0].convolution.prefill(u, layout)
+        (side,) = self.directions()
+        convolved, tokens = side.convolution.prefill(u, layout)
         y, state = self.scanned(self.selection([convolved], layout), z)
         return y, VimState(tokens, state[0])
 
@@ -223,7 +242,8 @@ class VimMixer(StateSpaceMixer):
         check_state(state, VimState, x)
         layout = Layout.of(x, valid)
         u, z = self.inputs(self.cleaned(x, layout)).chunk(2, -1)
-        convolved, tokens = self.sides[0].convolution.step(u, state.tokens, valid)
+        (side,) = self.directions()
+        convolved, tokens = side.convolution.step(u, state.tokens, valid)
         y, after = self.scanned(self.selection([convolved], layout), z, state.h[None])
         return y, VimState(tokens, after[0])
 

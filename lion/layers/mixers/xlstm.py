@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ from lion.config import setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating, fold
-from lion.layers.mixers.linear import LinearMixer, LionAttention
+from lion.layers.mixers.linear import LinearMixer, LionAttention, resolve_linear
 from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import entering_maximum, running_maximum
@@ -130,8 +130,8 @@ class MLSTMAttention(LionAttention):
     config: XLSTMConfig
 
     @staticmethod
-    def resolve(name: str, config: AttentionConfig) -> XLSTMConfig:
-        out = LionAttention.resolve(name, config)
+    def resolve(name: str, config: XLSTMConfig) -> XLSTMConfig:
+        out = resolve_linear(name, config)
         if out.input_gate == EXP:
             for setting_name, needed in (("normalize", "max"), ("decay_convention", "target"), ("score_dropout", 0)):
                 got = getattr(out, setting_name)
@@ -148,7 +148,7 @@ class MLSTMAttention(LionAttention):
         q, k = (apply_feature_map(self.config.feature_map, t) for t in (q, k))
         with no_autocast(x):
             wide = torch.promote_types(x.dtype, torch.float32)
-            i, log_f = self.decays[0].logits(x.to(wide))
+            i, log_f = cast("InputAndForgetGate", self.decay).logits(x.to(wide))
             scans = {name: stabilised(i, log_f, layout, name == "backward") for name in ("forward", "backward")}
             m = torch.maximum(*(scan.m for scan in scans.values()))
             own = shifted(i, -m).exp() * (q.to(wide) * k.to(wide)).sum(-1)  # (B, H, L)
@@ -159,9 +159,11 @@ class MLSTMAttention(LionAttention):
             for name, scan in scans.items():
                 settings = Settings(self.form, name, "max", "target", feature_map=None, chunk_size=self.chunk_size)
                 gates = Gates(scan.log_decay, angles=angles)
-                parts = scan_parts(q, fold(k, scan.key), v, gates, segments=layout.segments, settings=settings)
+                sums = scan_parts(q, fold(k, scan.key), v, gates, segments=layout.segments, settings=settings)
                 weight = (scan.m - m).exp().to(wide)
-                y, row = y + weight[..., None] * parts[0], row + weight * parts[1]
+                y = y + weight[..., None] * sums.numerator
+                if sums.row_sum is not None:
+                    row = row + weight * sums.row_sum
             scale = self.head_dim**-0.5
             y = scale * y / torch.maximum((scale * row).abs(), least(m).to(wide))[..., None]
         return (y if layout.valid is None else y.masked_fill(~layout.valid[:, None, :, None], 0)).to(v.dtype)
