@@ -21,6 +21,7 @@ class ModelConfig(Section):
     every None.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     name: str  # a key of `MODELS`
     mixer: str  # a key of `lion.layers.mixers.MIXERS`
 

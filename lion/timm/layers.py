@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from lion.config import nearest
+from lion.config import nearest, present
 from lion.layers.layout import PLAIN
 from lion.layers.mixers import LINEAR, MIXERS
 from lion.layers.mixers.attention import Inputs, Windows
@@ -19,6 +19,7 @@ from lion.layers.mixers.linear import LionAttention as Layer
 from lion.ops.modes import holds
 from lion.timm.grid import Grid, Placed, copy_own
 
+M = TypeVar("M", bound=nn.Module)
 PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that are arguments of timm's layers
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop", "place")  # parts that are the same in all directions
 
@@ -64,17 +65,15 @@ class TimmAttention(Layer):
     ) -> None:
         if scale_norm:
             raise ValueError("scale_norm: use the setting out_norm, as in lion.timm.attention(.., out_norm='rmsnorm')")
-        if qk_norm and norm_layer is None:
+        if not qk_norm:
+            norm_layer = nn.Identity
+        if norm_layer is None:
             raise ValueError("qk_norm: needs norm_layer")
         settings = {"qkv_bias": qkv_bias, "score_dropout": attn_drop, **self.settings}
         with torch.device(device or torch.get_default_device()):
             super().__init__(dim, num_heads, self.name, **settings)
-            if qk_norm:
-                self.q_norm = norm_layer(self.head_dim)
-                self.k_norm = norm_layer(self.head_dim)
-            else:
-                self.q_norm = nn.Identity()
-                self.k_norm = nn.Identity()
+            self.q_norm = norm_layer(self.head_dim)
+            self.k_norm = norm_layer(self.head_dim)
         if not proj_bias:
             self.proj.register_parameter("bias", None)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -99,7 +98,9 @@ class TimmAttention(Layer):
             twin = borrower(twin, self, SHARED)
         self.__dict__["causal_twin"] = twin  # without weights of its own, and not registered as a module
 
-    def forward(self, x: Tensor, attn_mask: Tensor | Placed | None = None, is_causal: bool = False) -> Tensor:
+    def forward(  # type: ignore[override]  # timm's arguments
+        self, x: Tensor, attn_mask: Tensor | Placed | None = None, is_causal: bool = False
+    ) -> Tensor:
         """Mix tokens x (B, L, dim).
 
         Args:
@@ -142,10 +143,12 @@ class TimmAttention(Layer):
             raise ValueError("is_causal: not available with direction 'backward'")
         if len(self.config.scans) > 1:
             raise ValueError("is_causal: not available with several scans")
-        self.causal_twin.check_causal()
-        if not borrows(self.causal_twin, self, SHARED):  # a part was replaced, or this is a copy of `DataParallel`
-            self.__dict__["causal_twin"] = borrower(self.causal_twin, self, SHARED)
-        return self.causal_twin(x, attn_mask)
+        twin = present(self.causal_twin)
+        twin.check_causal()
+        if not borrows(twin, self, SHARED):  # a part was replaced, or this is a copy of `DataParallel`
+            twin = borrower(twin, self, SHARED)
+            self.__dict__["causal_twin"] = twin
+        return twin(x, attn_mask)
 
     def put(self, place: Grid) -> None:
         """Set the layout of the tokens of all images."""
@@ -193,7 +196,7 @@ class TimmAttention(Layer):
         return new_layer, (self.name, self.settings), self.__dict__
 
 
-def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path: str = "") -> nn.Module:
+def borrower(twin: M, own: nn.Module, shared: Collection[str] = (), path: str = "") -> M:
     """Return a copy of `twin` that reads the parameters and buffers of `own`, and has its `shared` parts.
 
     Raises:
@@ -211,7 +214,7 @@ def borrower(twin: nn.Module, own: nn.Module, shared: Collection[str] = (), path
         if name in shared or part is None:
             made._modules[name] = part
         else:
-            made._modules[name] = borrower(twin._modules[name], part, path=f"{path}{name}.")
+            made._modules[name] = borrower(present(twin._modules[name]), part, path=f"{path}{name}.")
     return made
 
 
@@ -226,7 +229,7 @@ def borrows(twin: nn.Module, own: nn.Module, shared: Collection[str] = ()) -> bo
         if name in shared or part is None:
             if mine is not part:
                 return False
-        elif not borrows(mine, part):
+        elif mine is None or not borrows(mine, part):
             return False
     return True
 
@@ -263,7 +266,7 @@ def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
 @cache
 def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttention]:
     layer = MIXERS[mixer].layer
-    bases = (TimmAttention, layer)
+    bases: tuple[type, ...] = (TimmAttention, layer)
     if layer is Layer:
         bases = (TimmAttention,)
     return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})

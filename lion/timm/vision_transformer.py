@@ -40,7 +40,7 @@ class GridTPE(TPE):
         super().__init__(dim, states, place.size)
         self.place = place
 
-    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:  # type: ignore[override]
         """Sum tokens x (B, L, dim) of images with another number of patches, (height, width), or that of the model."""
         if size is None or size == self.place.size:
             return super().forward(x, self.place())
@@ -97,7 +97,7 @@ class LionVisionTransformer(VisionTransformer):
         super().__init__(*args, **settings)
         layers = [m for m in self.modules() if isinstance(m, TimmAttention)]
         self.linear = bool(layers)
-        scans = ROW_MAJOR
+        scans: tuple[str, ...] = ROW_MAJOR
         if layers:
             scans = layers[0].config.scans
         weight = self.patch_embed.proj.weight
@@ -141,7 +141,7 @@ class LionVisionTransformer(VisionTransformer):
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         mask = self.placed(x, attn_mask)
         if mask is attn_mask or attn_mask is not None or is_causal or not self.grad_checkpointing:
-            return super().forward_features(x, mask, is_causal)
+            return super().forward_features(x, mask, is_causal)  # type: ignore[arg-type]  # the layers read it
         x = self._pos_embed(self.patch_embed(x))
         x = self.norm_pre(x)
         blocks = [partial(block, attn_mask=mask) for block in self.blocks]
@@ -149,7 +149,7 @@ class LionVisionTransformer(VisionTransformer):
 
     def forward_intermediates(self, x: Tensor, *args: Any, attn_mask: Tensor | None = None, **settings: Any) -> Any:
         mask = self.placed(x, attn_mask)
-        return super().forward_intermediates(x, *args, attn_mask=mask, **settings)
+        return super().forward_intermediates(x, *args, **settings, attn_mask=mask)  # type: ignore[arg-type, misc]
 
     def no_weight_decay(self) -> set[str]:
         names = set(super().no_weight_decay())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor
 
@@ -69,6 +70,6 @@ def from_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
         label_names=ours.classes,
     )
     settings |= {"img_size": (height, width), "in_chans": channels, "num_classes": classes}
-    model = build("vit_lion", pretrained_cfg=cfg, **settings)
+    model = cast("LionVisionTransformer", build("vit_lion", pretrained_cfg=cfg, **settings))
     model.load_state_dict(timm_weights(ours.state_dict()))
     return model.eval()

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from lion.config import present
 from lion.layers.mixers.linear import linear_mixers
 from lion.ops import Settings, linear_attention, no_autocast
 from lion.ops.arguments import sum_dtype
@@ -34,7 +35,10 @@ from lion.ops.scale import normalized
 LIT, FIXED = "lion_lit", "lion_d"
 DECAY = "lion_decay"  # attribute of an attention module: the parameters a (H,) of Lion-D
 DIRECTIONS = {torch.int32: "forward", torch.int64: "both"}  # by dtype of a mask of ours, which models only pass on
-PLAIN = {causal_mask_function: torch.int32, bidirectional_mask_function: torch.int64}
+PLAIN: dict[Callable[..., Any], torch.dtype] = {
+    causal_mask_function: torch.int32,
+    bidirectional_mask_function: torch.int64,
+}
 CROSS = "cross-attention is not available, so that encoder-decoder models are not"
 OTHER = ("softcap", "s_aux", "position_bias")  # arguments that change the scores of softmax attention
 
@@ -67,7 +71,7 @@ def check_class(kind: type[PreTrainedModel]) -> None:
         raise ValueError(f"attn_implementation: {kind.__name__} computes attention itself, without attention functions")
 
 
-def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | None = None) -> None:
+def add_decays(model: PreTrainedModel, kind: type[nn.Module], folder: str | Path | None = None) -> None:
     """Add the learned decays of Lion-D, `lambda = sigmoid(a)` with a ~ N(0, 1) per head, to all modules of a class.
 
     `from_pretrained` does not load decays, because the class of the model has none: pass its folder to this function.
@@ -90,14 +94,14 @@ def add_decays(model: nn.Module, kind: type[nn.Module], folder: str | Path | Non
         for name, a in saved_decays(Path(folder)).items():
             saved[name.removeprefix(prefix)] = a
     for name, module in found.items():
-        heads = getattr(module, "config", model.config).num_attention_heads  # models of two towers have two configs
-        if folder is None:
-            a = torch.randn(heads)
-        else:
-            a = saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
-        if a is None or a.shape != (heads,):
+        config: Any = vars(module).get("config", model.config)  # models of two towers have two configs
+        heads = config.num_attention_heads
+        decays: Tensor | None = torch.randn(heads)
+        if folder is not None:
+            decays = saved.get(f"{name.removeprefix(prefix)}.{DECAY}")
+        if decays is None or decays.shape != (heads,):
             raise ValueError(f"add_decays: {folder} does not have {heads} decays for {name}")
-        module.register_parameter(DECAY, nn.Parameter(a.to(model.device)))
+        module.register_parameter(DECAY, nn.Parameter(decays.to(model.device)))
 
 
 def saved_decays(folder: Path) -> dict[str, Tensor]:
@@ -234,7 +238,7 @@ def segments_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Tensor] = causal_mask_function,
+    mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -249,12 +253,13 @@ def segments_mask(
         ValueError: The mask is neither causal nor of both directions, within documents, or of two sequences, or a model
             computes attention itself, and would add the documents to its scores.
     """
-    if not torch.compiler.is_compiling() and type(config) in MODEL_MAPPING:
+    if config is not None and not torch.compiler.is_compiling() and type(config) in MODEL_MAPPING:
         kinds = MODEL_MAPPING[type(config)]
         if not isinstance(kinds, tuple):
             kinds = (kinds,)
         for kind in kinds:
-            check_class(kind)
+            if kind is not None:
+                check_class(kind)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask: expected padding (B, L), got {tuple(attention_mask.shape)}; "
@@ -276,7 +281,7 @@ def segments_mask(
             use_vmap=use_vmap,
             device=device,
         )
-        documents = documents_of(pairs[:, 0])
+        documents = documents_of(present(pairs)[:, 0])
     if attention_mask is None:
         return documents
     return documents.masked_fill(~attention_mask[:, kv_offset : kv_offset + kv_length].bool(), -1)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +30,7 @@ def checkpointed(block: type[Block]) -> type[Block]:
     `prefill` and `step` also pass through `forward`, where the hooks of transformers record hidden states.
     """
 
-    class Checkpointed(block, GradientCheckpointingLayer):
+    class Checkpointed(block, GradientCheckpointingLayer):  # type: ignore[valid-type, misc]
         def forward(self, *args: Any, method: Callable[..., Any] = block.forward, **named: Any) -> Any:
             hooks = offload_hooks(self)
             if not hooks:
@@ -83,7 +83,7 @@ def loaded(hooks: list[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 def new_block(block: type[Block]) -> Block:
     """Return an instance of `checkpointed(block)` without attributes, which unpickling adds."""
-    kind = checkpointed(block)
+    kind = checkpointed(block)  # type: ignore[arg-type]  # mypy takes no class for hashable
     return kind.__new__(kind)
 
 
@@ -101,15 +101,15 @@ class LionPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _no_split_modules: ClassVar[list[str]] = [block.__name__ for block in BLOCKS.values()]
-    _can_record_outputs: ClassVar[dict[str, type[nn.Module]]] = {"hidden_states": Block}
+    _no_split_modules = [block.__name__ for block in BLOCKS.values()]  # noqa: RUF012
+    _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
     names: ClassVar[dict[str, str]]
 
     def __init__(self, config: LionConfig) -> None:
         super().__init__(copy.deepcopy(config))  # `settings` changes it, and other models may share it
         self.model = self.build()
         for block in self.model.units():
-            block.__class__ = checkpointed(type(block))
+            block.__class__ = checkpointed(type(block))  # type: ignore[arg-type]
         self.post_init()
 
     def build(self) -> Model:
@@ -123,7 +123,7 @@ class LionPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Initialize all weights and buffers that no checkpoint has set, with those of a new model."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for path, part in self.model.named_modules():
             if initialized(part):
                 continue
@@ -144,13 +144,12 @@ class LionPreTrainedModel(PreTrainedModel):
         else:
             with initialization.no_init_weights():
                 new = self.build()
-        values = dict(new.named_parameters())
-        values |= new.named_buffers()
+        values: dict[str, Tensor] = {**dict(new.named_parameters()), **dict(new.named_buffers())}
         for name, value in values.items():
             if name in tensors:
                 tensors[name].copy_(value)
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save the model, and the code with which the Auto classes load it by `trust_remote_code=True`."""
         self.config.auto_map = AUTO_MAP
         write_code(save_directory)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput, TokenClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from lion.config import present
 from lion.models.bert import BertClassifier, BertConfig, BertEncoder
 from lion.models.gpt import GPT, GPTConfig
 from lion.models.init import INITS
@@ -62,7 +63,7 @@ class LionForSequenceClassification(LionTextModel):
 
     def build(self) -> BertClassifier | GPTClassifier | LRA:
         settings = self.settings()
-        outputs = self.config.num_labels
+        outputs = present(self.config.num_labels)
         if settings.name == "lra":
             return LRA(settings, classes=outputs, parts=self.config.parts, **self.sequence_sizes)
         kind = {"bert_classifier": BertClassifier, "gpt": GPTClassifier}[settings.name]
@@ -124,7 +125,7 @@ class LionForTokenClassification(LionTextModel):
 
     def build(self) -> BertTokenClassifier | TokenClassifier:
         settings = self.settings()
-        outputs = self.config.num_labels
+        outputs = present(self.config.num_labels)
         if settings.name == "bert":
             return BertTokenClassifier(settings, outputs=outputs, **self.sizes)
         return TokenClassifier(settings, classes=outputs, **self.sizes)

@@ -92,7 +92,7 @@ class LionConfig(PreTrainedConfig):
         Raises:
             AttributeError: The model has no such limit, so that programs that ask for the attribute find none.
         """
-        kind = MODELS.get((self.model or {}).get("name"))
+        kind = MODELS.get((self.model or {}).get("name", ""))
         if kind is not None and issubclass(kind, TokenModel):
             settings = build(kind.Config, self.model, source=lambda key: "LionConfig", key="model").resolved()
             if settings.position_embedding:

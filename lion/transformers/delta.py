@@ -82,10 +82,9 @@ def chunk_gated_delta_rule(
     if cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected packed documents in one row, got {q.shape[0]} rows")
     dtype = q.dtype
-    tokens = [q, k, v, g, beta]
     if head_first:
-        tokens = [x.transpose(1, 2) for x in tokens]
-    length = tokens[0].shape[1]
+        q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
+    length = q.shape[1]
     if length == 0:
         raise ValueError(f"q: expected at least one token, got the shape {tuple(q.shape)}")
     run = computed
@@ -98,11 +97,22 @@ def chunk_gated_delta_rule(
         check_ends("cu_seqlens", cu_seqlens, length)
         lengths = cu_seqlens.diff()
         valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
-        tokens = [rows_of(x, valid) for x in tokens]
+        q, k, v, g, beta = (rows_of(x, valid) for x in (q, k, v, g, beta))
     elif cu_seqlens is not None:
         segments = documents_of_ends("cu_seqlens", cu_seqlens, length)
     y, state = run(
-        *tokens, initial_state, segments, valid, scale, use_qk_l2norm_in_kernel, output_final_state, chunk_size
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        segments,
+        valid,
+        scale,
+        use_qk_l2norm_in_kernel,
+        output_final_state,
+        chunk_size,
     )
     if valid is not None:
         y = y[valid][None]
@@ -202,7 +212,7 @@ def causal_conv1d_fn(
     if seq_idx is None and cu_seq_lens_q is not None:
         seq_idx = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, length)
     x = hidden_states.to(weight.dtype)
-    y = 0
+    y = torch.zeros_like(x)
     for back in range(taps):
         shifted = F.pad(x, (back, 0))[..., :length]
         if seq_idx is not None and back:
@@ -228,7 +238,7 @@ def use_delta_rule(model: nn.Module, *, compile: bool = True) -> int:
     Raises:
         ValueError: The model has no such layer.
     """
-    ours = {
+    ours: dict[str, Callable[..., Any]] = {
         "torch_chunk_gated_delta_rule": functools.partial(chunk_gated_delta_rule, compile=compile),
         "causal_conv1d_fn": causal_conv1d_fn,
     }

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
+from lion.config import present
 from lion.models.vit import ViT
 from lion.transformers.base import LionPreTrainedModel, share_of_batch
 
@@ -17,7 +18,7 @@ class LionForImageClassification(LionPreTrainedModel):
 
     names: ClassVar[dict[str, str]] = {"vit": "vit"}
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = "image"
     model: ViT
 
     def build(self) -> ViT:
@@ -25,11 +26,12 @@ class LionForImageClassification(LionPreTrainedModel):
         settings = self.settings()  # which refuses other kinds of models
         if c.image_size is None:
             raise ValueError("LionConfig: image_size: missing, expected (height, width) in pixels")
+        height, width = c.image_size
         return ViT(
             settings,
-            image_size=tuple(c.image_size),
+            image_size=(height, width),
             channels=c.num_channels,
-            num_classes=c.num_labels,
+            num_classes=present(c.num_labels),
             mean=c.mean,
             std=c.std,
         )

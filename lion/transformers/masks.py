@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.config import present
 from lion.layers.layout import Layout
 from lion.ops.modes import holds, may_wait
 
@@ -47,6 +48,7 @@ def segments_of(
             of documents that do not rise from 0 to L.
     """
     valid = valid_of(attention_mask, shape)
+    documents: Tensor | None = None
     if seq_idx is not None:
         if seq_idx.shape != shape:
             raise ValueError(f"seq_idx: expected the shape {shape}, got {tuple(seq_idx.shape)}")
@@ -57,8 +59,6 @@ def segments_of(
         documents = documents_of_ends("cu_seq_lens_q", cu_seq_lens_q, shape[1])
     elif position_ids is not None:
         documents = starts_of(position_ids, valid, shape)
-    else:
-        documents = None
     if documents is None:
         if valid is None:
             return None
@@ -143,7 +143,7 @@ def check_positions(position_ids: Tensor, documents: Tensor, valid: Tensor | Non
         segments = documents.masked_fill(~valid, -1)
     rows, length = shape
     expected = Layout.of(positions.new_empty(rows, length, 0), segments=segments).positions
-    same = positions == expected
+    same = positions == present(expected)
     if valid is not None:
         same = same | ~valid
     message = "position_ids: expected positions that count the tokens of each document from 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 from lion.files import save_text
@@ -27,7 +28,7 @@ except ModuleNotFoundError as error:  # other errors, as of an old transformers,
 '''
 
 
-def write_code(folder: str | Path) -> None:
+def write_code(folder: str | PathLike[str]) -> None:
     """Write the code into a folder, which is made if it does not exist."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_text(Path(folder) / FILE, CODE)

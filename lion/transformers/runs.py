@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lion.config import ConfigError, to_dict
 from lion.runs import LoadedRun, open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
-from lion.samples.text import TextInfo
+from lion.samples.text import LabelledTextInfo, TextInfo
 from lion.transformers.base import LionPreTrainedModel
 from lion.transformers.classifiers import LionForSequenceClassification, LionForTokenClassification
 from lion.transformers.config import LionConfig
@@ -55,7 +55,7 @@ def from_run(run: LoadedRun | str | Path) -> LionPreTrainedModel:
 
 
 def fields_of_text(run: LoadedRun) -> dict[str, Any]:
-    info: TextInfo = run.task.info
+    info = cast("TextInfo", run.task.info)
     special = info.special
     return {
         "vocab_size": run.model.vocabulary,
@@ -68,7 +68,7 @@ def fields_of_text(run: LoadedRun) -> dict[str, Any]:
 
 
 def fields_of_labelled_text(run: LoadedRun) -> dict[str, Any]:
-    classes = run.task.info.classes
+    classes = cast("LabelledTextInfo", run.task.info).classes
     labels = {"num_labels": 1, "problem_type": "regression"}
     if classes:
         labels = names_of(classes)
@@ -76,18 +76,18 @@ def fields_of_labelled_text(run: LoadedRun) -> dict[str, Any]:
 
 
 def fields_of_labelled_tokens(run: LoadedRun) -> dict[str, Any]:
-    info: TokenLabelsInfo = run.task.info
+    info = cast("TokenLabelsInfo", run.task.info)
     return {"vocab_size": info.vocabulary, "length": run.model.length, "num_labels": info.classes}
 
 
 def fields_of_sequences(run: LoadedRun) -> dict[str, Any]:
-    info: SequenceInfo = run.task.info
+    info = cast("SequenceInfo", run.task.info)
     sizes = {"vocab_size": info.vocabulary, "length": info.length, "parts": info.parts, "num_labels": info.classes}
     return {**sizes, "mean": [info.mean], "std": [info.std]}
 
 
 def fields_of_images(run: LoadedRun) -> dict[str, Any]:
-    info: ImageInfo = run.task.info
+    info = cast("ImageInfo", run.task.info)
     pixels = {"mean": list(info.mean), "std": list(info.std)}
     return {"image_size": list(info.size), "num_channels": info.channels, **pixels, **names_of(info.classes)}
 

@@ -35,7 +35,7 @@ class LionTextModel(LionPreTrainedModel):
     intensities of pixels, from 0 to 255.
     """
 
-    model: TokenModel
+    model: BertEncoder | GPT | SequenceEncoder
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -54,11 +54,11 @@ class LionTextModel(LionPreTrainedModel):
         c = self.config
         return {"vocabulary": c.vocab_size, "length": c.length, "mean": c.mean[0], "std": c.std[0]}
 
-    def get_input_embeddings(self) -> nn.Embedding:
+    def get_input_embeddings(self) -> nn.Module:
         return self.model.tokens
 
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.tokens = value
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.register_module("tokens", value)
 
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the embeddings; all rows then belong to tokens."""
@@ -106,19 +106,20 @@ class LionTextModel(LionPreTrainedModel):
         """
         if output_attentions:
             raise ValueError("output_attentions: linear mixers do not compute the matrix of attention")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: expected one of them")
         inputs = input_ids
         if inputs is None:
             inputs = inputs_embeds
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("input_ids, inputs_embeds: expected one of them")
         packed = {"position_ids": position_ids, "seq_idx": seq_idx, "cu_seq_lens_q": cu_seq_lens_q}
         if cache is None:
             cache = past_key_values
         if not isinstance(cache, LionCache | None):
             raise ValueError(f"cache: expected a LionCache, got {type(cache).__name__}, which holds keys and values")
         if cache is None and not use_cache:
-            segments = segments_of(tuple(inputs.shape[:2]), attention_mask, **packed)
-            more = {}
+            rows, length = inputs.shape[:2]
+            segments = segments_of((rows, length), attention_mask, **packed)
+            more: dict[str, Any] = {}
             if self.has_types:
                 more["types"] = token_type_ids
             elif hidden is not None:
@@ -223,13 +224,14 @@ class LionForMaskedLM(LionTextModel):
     def _resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the embeddings, and the outputs: the decoder, or the bias of a head tied to the embeddings."""
         tokens = super()._resize_token_embeddings(*args, **kwargs)
-        if isinstance(self.model, Bert) and self.model.head.bias is not None:
-            head = self.model.head
-            rows = tokens.num_embeddings
-            bias = head.bias.new_zeros(rows)
-            kept = min(rows, len(head.bias))
-            bias[:kept] = head.bias.detach()[:kept]
-            head.bias = nn.Parameter(bias, requires_grad=head.bias.requires_grad)
+        if not isinstance(self.model, Bert) or self.model.head.bias is None:
+            return tokens
+        old = self.model.head.bias
+        rows = tokens.num_embeddings
+        kept = min(rows, len(old))
+        bias = old.new_zeros(rows)
+        bias[:kept] = old.detach()[:kept]
+        self.model.head.bias = nn.Parameter(bias, requires_grad=old.requires_grad)
         return tokens
 
     @can_return_tuple
@@ -269,7 +271,7 @@ class LionForMaskedLM(LionTextModel):
         )
         logits = self.model.logits(found.last_hidden_state)
         loss = None
-        if labels is not None and self.config.vocab_size is None:
+        if labels is not None and isinstance(self.model, LRAMasked) and self.config.vocab_size is None:
             errors = logits[..., 0] - self.model.normalised(labels)
             errors = errors[labels != UNLABELLED].abs()
             count = kwargs.get("num_items_in_batch")
@@ -323,9 +325,11 @@ class LionForCausalLM(LionTextModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        kept = logits_to_keep
-        if isinstance(kept, int):
-            kept = slice(-kept, None)
+        kept: Tensor | slice
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)
+        else:
+            kept = logits_to_keep
         logits = self.model.logits(found.last_hidden_state[:, kept])
         loss = None
         if labels is not None or kwargs.get("shift_labels") is not None:

@@ -203,9 +203,7 @@ class HippoAttention(LionAttention):
         kind: Callable[..., Decay] = HippoDecay
         if c.decay_gate is not None:
             kind = partial(SelectiveHippoDecay, gate=c.decay_gate)
-        return [
-            kind(dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max)
-        ]
+        return [kind(dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max)]
 
 
 FAMILY = {

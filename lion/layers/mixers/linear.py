@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,7 @@ class LionAttention(Attention):
 
     forms = FORMS
 
-    def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str | None = None, *_: Any, **__: Any) -> LionAttention:
+    def __new__(cls, dim: int = 0, num_heads: int = 0, mixer: str | None = None, *_: Any, **__: Any) -> Self:
         """Return a layer of the mixer's class: `LionAttention(dim, num_heads, "lightnet")` is a `LightNetAttention`."""
         layer = MIXERS[mixer].layer if mixer in MIXERS else cls
         return super().__new__(layer if issubclass(layer, cls) else cls)
