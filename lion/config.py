@@ -108,12 +108,13 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     hints = hints_of(schema)
     if issubclass(schema, Section):
         hints = {**hints, **schema.types(values)}
-    replaced: Mapping[str, str] = getattr(schema, "replaced", {})
+    replaced: Mapping[str, tuple[Any, str]] = getattr(schema, "replaced", {})
     for name in values:
         if name in replaced:
-            if values[name] is None:  # in the stored recipe of a run
+            plain, instead = replaced[name]
+            if values[name] == plain:  # in the stored recipe of a run
                 continue
-            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {replaced[name]}")
+            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {instead}")
         if name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
             likely = nearest(name, fields)

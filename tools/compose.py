@@ -26,6 +26,7 @@ from lion.runs import LoadedRun, stored_recipe
 from lion.samples.base import Info, Splits
 from lion.samples.text import OtherVocabulary, TextInfo
 from lion.tasks import TASKS, Task
+from lion.tasks.image_classification import ImageClassificationConfig
 from lion.tasks.metrics import Metric
 from lion.teachers import open_teacher
 from lion.trainer.plan import Plan
@@ -35,6 +36,7 @@ from tools.listing import complete_recipe
 FEWEST, FEWEST_FROM_TRAINED = 500, 50  # updates with which a run can be expected to learn
 LATEST = 0.25  # share of a run in which the learning rate may rise
 LOWEST = 2e-5  # peak of the learning rate
+MIXED = 100  # epochs from which mixed pictures help: at 190 of 500 pictures, not at 32 of 3,000 (recipes/README.md)
 
 
 def resolve(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
@@ -274,7 +276,10 @@ def describe_warmup(plan: Plan) -> str:
 
 
 def doubts(recipe: Recipe, plan: Plan) -> list[str]:
-    """Return reasons, with remedies, why a run will hardly learn: few updates, a late peak of the rate, a low peak."""
+    """Return reasons, with remedies, why a run will hardly learn.
+
+    They are few updates, a late or a low peak of the learning rate, and few epochs of mixed pictures.
+    """
     found = []
     new = recipe.init_from is None
     fewest = FEWEST if new else FEWEST_FROM_TRAINED
@@ -288,6 +293,12 @@ def doubts(recipe: Recipe, plan: Plan) -> list[str]:
     peak = recipe.optim.peak(recipe.trainer.batch_size)
     if new and peak < LOWEST:
         found.append(f"a peak of the learning rate of {peak:.1g} is too low to start from nothing: raise optim.lr")
+    mixed = isinstance(recipe.task, ImageClassificationConfig) and (recipe.task.mixup or recipe.task.cutmix)
+    if new and mixed and plan.total is not None and plan.total < MIXED * plan.steps_per_epoch:
+        epochs = plan.total // plan.steps_per_epoch
+        found.append(
+            f"{epochs} epochs of mixed pictures are few: set task.mixup=0 task.cutmix=0, or more trainer.epochs"
+        )
     return found
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lion.config import build
+from lion.config import build, to_dict
 from lion.layers.mixers import HydraAttention, make_mixer, resolve_mixer
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.config import AttentionConfig
@@ -169,6 +169,10 @@ def test_settings():
     refused(r"x: expected tokens \(B, L >= 1, 8\), got shape \(2, 3, 7\)", layer(), tokens(3)[..., :7])
     message = "unknown key 'attention.stat': did you mean 'state'"
     refused(message, build, EncoderConfig, {**single, "attention": {"stat": 4}}, source=str)
+    stored = {**to_dict(AttentionConfig()), "token_shift": None}  # by earlier versions
+    assert build(EncoderConfig, {**single, "attention": stored}, source=str) == build(EncoderConfig, single, source=str)
+    message = "attention.rotation: a setting of attention layers, which state space mixers do not have"
+    refused(message, build, EncoderConfig, {**single, "attention": {"rotation": "rope"}}, source=str)
     config = build(EncoderConfig, {**single, "attention": {"state": 4, "expand": 1}}, source=str)
     assert resolve_mixer("hydra", config.attention).conv_width == 7
     assert config.label() == "hydra expand 1, state 4" and not config.resolved().position_embedding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from lion.config import setting
 from lion.layers.layout import ROW_MAJOR
@@ -97,8 +97,9 @@ class AttentionConfig(MixerConfig):
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
 
-    replaced: ClassVar[Mapping[str, str]] = MappingProxyType(
-        dict.fromkeys(PARTS_OF_BLOCKS, "a part of published blocks, which attention.block=published adds")
+    # by name of an earlier setting: the value without an effect, and what to say of any other
+    replaced: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
+        dict.fromkeys(PARTS_OF_BLOCKS, (None, "a part of published blocks, which attention.block=published adds"))
     )
 
     def block_label(self) -> str:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import setting
+from lion.config import present, setting
 from lion.layers.convolution import Row, ShortConvolution, last_tokens, neighbour
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -52,7 +52,8 @@ class HydraConfig(StateSpaceConfig):
     """
 
     state: int = setting(64, min=1, max=65_536)
-    conv_width: int = setting(7, min=1, max=64)
+
+    usual_width: ClassVar[int] = 7
 
 
 @state_type
@@ -109,7 +110,7 @@ class HydraAttention(StateSpaceMixer):
         self.steps = nn.Linear(dim, num_heads * len(self.sides), bias=False)
         self.step_bias = nn.Parameter(inverse_softplus_steps(num_heads))
         self.a = nn.Parameter(torch.zeros(num_heads))  # A = -exp(a) starts at -1
-        self.convolution = ShortConvolution(inner + vectors, c.conv_width, c.direction, bias=True)
+        self.convolution = ShortConvolution(inner + vectors, present(c.conv_width), c.direction, bias=True)
         self.diagonal = nn.Linear(inner, num_heads, bias=False)
         self.skip = nn.Parameter(torch.ones(num_heads))
         self.norm = RMSNorm(inner, eps=NORM_EPS)

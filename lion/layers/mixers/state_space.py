@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lion.config import check_settings, setting
+from lion.config import check_settings, fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.base import Mixer, check_width
-from lion.layers.mixers.config import ALTERNATING, MixerConfig
+from lion.layers.mixers.config import ALTERNATING, AttentionConfig, MixerConfig
 from lion.layers.mixers.registry import entry_of, own_settings
 
 OWN = ("conv_width", "expand", "state")
+
+
+def settings_of_attention() -> dict[str, tuple[Any, str]]:
+    """Return the settings of attention alone; stored recipes of earlier versions hold their defaults."""
+    common = {field.name for field in fields(MixerConfig)}
+    found = dict(AttentionConfig.replaced)
+    for field in fields(AttentionConfig):
+        plain = list(field.default) if isinstance(field.default, tuple) else field.default
+        if field.name not in (*OWN, *common):
+            found[field.name] = (plain, "a setting of attention layers, which state space mixers do not have")
+    return found
 
 
 @dataclass
@@ -21,12 +34,15 @@ class StateSpaceConfig(MixerConfig):
     """Settings of a state space mixer. Both values of `block` are its published block.
 
     `expand` is the number of channels divided by the width of the tokens, `state` the number of state dimensions of a
-    channel, and `conv_width` the number of tokens of the convolution.
+    channel, and `conv_width` the number of tokens of the convolution; None: that of the publication.
     """
 
     expand: int = setting(2, min=1, max=64)
     state: int = setting(16, min=1, max=65_536)
-    conv_width: int = setting(4, min=1, max=64)
+    conv_width: int | None = setting(None, min=1, max=64)
+
+    usual_width: ClassVar[int] = 4
+    replaced: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(settings_of_attention())
 
     def label(self) -> str:
         usual = type(self)()
@@ -63,7 +79,7 @@ class StateSpaceMixer(Mixer):
             raise ValueError(
                 f"form {config.form!r} is not available with mixer {name!r}, which has {', '.join(layer.forms)}"
             )
-        return config
+        return fill(config, {"conv_width": config.usual_width})
 
     @staticmethod
     def knows_order(name: str, config: Any) -> bool:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lion.config import present
 from lion.layers.convolution import ShortConvolution, surrounded
 from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
@@ -152,7 +153,7 @@ class VimMixer(StateSpaceMixer):
         self.inputs = nn.Linear(dim, 2 * channels, bias=False)
         self.sides = nn.ModuleList()
         for direction in scan_directions(c.direction):
-            self.sides.append(Side(channels, c.state, rank, c.conv_width, direction))
+            self.sides.append(Side(channels, c.state, rank, present(c.conv_width), direction))
         self.proj = nn.Linear(channels, dim, bias=False)
 
     @staticmethod
