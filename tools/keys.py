@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def check_keys(layers: Layers) -> None:
     if any("imports" in layer for _, layer in layers):
         return
     settings = {section: names_in(source) for section, source in SOURCES.items()}
-    known = set().union(*settings.values())
+    known = frozenset().union(*settings.values())
     for origin, layer in reversed(layers):
         for key in flatten(layer):
             section, _, name = key.rpartition(".")
@@ -105,7 +106,7 @@ def check_keys(layers: Layers) -> None:
                 raise ConfigError(f"{origin}: unknown key '{key}': {nearest(name, settings[section], otherwise)}")
 
 
-def places_of(name: str, settings: Mapping[str, set[str]]) -> str:
+def places_of(name: str, settings: Mapping[str, frozenset[str]]) -> str:
     """Return a hint with the sections that have a setting of this name; empty if none has."""
     places = [repr(f"{section}.{name}") for section in settings if section and name in settings[section]]
     if not places:
@@ -113,7 +114,8 @@ def places_of(name: str, settings: Mapping[str, set[str]]) -> str:
     return f"did you mean {' or '.join(places[:3])}?"
 
 
-def names_in(source: str) -> set[str]:
+@cache
+def names_in(source: str) -> frozenset[str]:
     """Return the names of the fields of the dataclasses of a section, see `SOURCES`."""
     place, _, wanted = source.partition(":")
     folder, _, pattern = place.partition("/")
@@ -122,7 +124,7 @@ def names_in(source: str) -> set[str]:
         text = path.read_text(encoding="utf-8")
         if "@dataclass" in text:
             found |= field_names(ast.parse(text), wanted)
-    return found
+    return frozenset(found)
 
 
 def field_names(module: ast.Module, wanted: str) -> set[str]:

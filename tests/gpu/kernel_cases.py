@@ -48,16 +48,16 @@ CASES = {
 }
 
 
-def operands(length, decay="token", dtype=torch.float32, D=16, E=16):
+def operands(length, rows=2, decay="token", dtype=torch.float32, D=16, E=16):
     """Return q, k, v as views of one projection, and log decays."""
     torch.manual_seed(0)
-    projection = torch.randn(2, length, 2, 2 * D + E, dtype=torch.float64).to(dtype).double()
+    projection = torch.randn(rows, length, 2, 2 * D + E, dtype=torch.float64).to(dtype).double()
     q, k, v = (x.transpose(1, 2) for x in projection.split([D, D, E], -1))
-    log_decay = F.logsigmoid(2 * torch.randn(2, 2, length, dtype=torch.float64) + 1)
+    log_decay = F.logsigmoid(2 * torch.randn(rows, 2, length, dtype=torch.float64) + 1)
     if decay == "head":
         log_decay = log_decay[0, :, 0]
     if decay == "steep":
-        log_decay = STEEP[torch.randint(len(STEEP), (2, 2, length))].double()
+        log_decay = STEEP[torch.randint(len(STEEP), (rows, 2, length))].double()
     return [q, k, v] if decay is None else [q, k, v, log_decay]
 
 
@@ -66,10 +66,12 @@ def errors(length, settings):
     settings = {"feature_map": "silu_shifted", **settings}
     dtype = settings.pop("dtype", torch.float32)
     shape = {name: settings.pop(name) for name in ("decay", "D", "E") if name in settings}
+    rows = 1
     for mask in ("valid", "segments"):
         if mask in settings:
             settings[mask] = settings[mask][:, :length]
-    held = operands(length, dtype=dtype, **shape)
+            rows = 2
+    held = operands(length, rows, dtype=dtype, **shape)
     exact = [x.clone().requires_grad_() for x in held]
     narrow = [x.to(dtype if n < 3 else torch.float32).requires_grad_() for n, x in enumerate(held)]
     feature_map = settings["feature_map"]

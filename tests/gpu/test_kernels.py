@@ -104,20 +104,29 @@ def resources(launch, architecture):
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize(("target", "architecture"), [("h100", 90), ("a100", 80)])
-def test_kernels_compile_and_keep_their_numbers_in_registers(target, architecture, monkeypatch):
+def rest(*values):
+    return pytest.param(*values, marks=pytest.mark.every)
+
+
+@pytest.mark.parametrize(
+    ("target", "architecture", "length", "packed"),
+    [
+        *(("h100", 90, 197, False), ("h100", 90, 1024, False), ("a100", 80, 197, False), ("a100", 80, 1024, True)),
+        *(rest("h100", 90, 1024, True), rest("a100", 80, 1024, False)),
+    ],
+)
+def test_kernels_compile_and_keep_their_numbers_in_registers(target, architecture, length, packed, monkeypatch):
     """Compile the kernels of Lion-S for one chunk and for several, and of packed rows with padding.
 
     On an H100 nothing but the masks of packed rows is kept in memory; on an A100 up to `FEW` bytes of a thread are.
     """
     with pretend(TARGETS[target]):
-        for length, packed in ((197, False), (1024, False), (1024, True)):
-            found = launches_of(monkeypatch, length, packed)
-            assert {launch[0] for launch in found} == set(NAMES) - ({"states_kernel"} if length == 197 else set())
-            for launch in found:
-                registers, stack = resources(launch, architecture)
-                assert registers <= 255
-                assert stack <= (FEW[launch[0]] if packed or architecture == 80 else 0), launch[0]
+        found = launches_of(monkeypatch, length, packed)
+        assert {launch[0] for launch in found} == set(NAMES) - ({"states_kernel"} if length == 197 else set())
+        for launch in found:
+            registers, stack = resources(launch, architecture)
+            assert registers <= 255
+            assert stack <= (FEW[launch[0]] if packed or architecture == 80 else 0), launch[0]
 
 
 def traced(length, kind, how="triton", dtype=torch.bfloat16, **changes):
