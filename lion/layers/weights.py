@@ -19,7 +19,7 @@ OF_TORCH = ("torch.distributed.", "torch._subclasses.", "torch.fx.")
 
 def is_plain(layer: nn.Module) -> bool:
     """Return whether a linear layer or an embedding computes with its weight and bias alone."""
-    if not isinstance(layer, nn.Linear | nn.Embedding):
+    if not isinstance(layer, (nn.Linear, nn.Embedding)):
         return False
     if "forward" in vars(layer) or type(layer).forward not in (nn.Linear.forward, nn.Embedding.forward):
         return False
