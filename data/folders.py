@@ -22,12 +22,12 @@ PLACED = {  # by name, how to get the files
     ),
 }
 
-ABOVE = "data.root=PATH or $LION_DATA set the folder above; data.download=true downloads it"
+HOW_TO_GET = "set data.root=PATH, now {root}, or $LION_DATA; data.download=true downloads it"
 DOWNLOADED = {  # by name, the folder below the root that torchvision reads
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
-    "mnist": "MNIST/raw",
-    "fashion_mnist": "FashionMNIST/raw",
+    "mnist": "MNIST",
+    "fashion_mnist": "FashionMNIST",
 }
 
 
@@ -82,6 +82,7 @@ def check_downloaded(name: str, root: str | None) -> None:
     Raises:
         ConfigError: The folder is missing. The message names it, its settings, and how to get the data.
     """
-    folder = root_of(name, root) / DOWNLOADED[name]
+    above = root_of(name, root)
+    folder = above / DOWNLOADED[name]
     if not folder.is_dir():
-        raise ConfigError(f"data set '{name}': no folder {folder} ({ABOVE})")
+        raise ConfigError(f"data set '{name}': no folder {folder} ({HOW_TO_GET.format(root=above)})")

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 C = TypeVar("C")
 LARGEST_INT = 2**63 - 1  # limit of seeds and counters
@@ -94,6 +94,23 @@ def hints_of(schema: type) -> Mapping[str, Any]:
     return types.MappingProxyType(typing.get_type_hints(schema))
 
 
+class Absent(NamedTuple):
+    """A setting that a class does not have: values without an effect, which stored recipes hold, and what to say.
+
+    A class names such settings in its attribute `absent`.
+    """
+
+    unused: tuple[Any, ...]
+    instead: str
+
+    def has_effect(self, value: Any) -> bool:
+        return (list(value) if isinstance(value, tuple) else value) not in self.unused
+
+
+def absent_from(schema: type, name: str) -> Absent | None:
+    return getattr(schema, "absent", {}).get(name)
+
+
 def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     """Build an instance of the dataclass `schema` from the mapping at `key` of the recipe.
 
@@ -108,14 +125,12 @@ def build(schema: type, values: Any, *, source: Source, key: str = "") -> Any:
     hints = hints_of(schema)
     if issubclass(schema, Section):
         hints = {**hints, **schema.types(values)}
-    replaced: Mapping[str, tuple[Any, str]] = getattr(schema, "replaced", {})
-    for name in values:
-        if name in replaced:
-            plain, instead = replaced[name]
-            if values[name] == plain:  # in the stored recipe of a run
-                continue
-            raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {instead}")
-        if name not in fields:
+    for name, value in values.items():
+        absent = absent_from(schema, name)
+        if absent is not None:
+            if absent.has_effect(value):
+                raise ConfigError(f"{source(join(key, name))}: {join(key, name)}: {absent.instead}")
+        elif name not in fields:
             below = sorted(keys_named(name, schema, values, key), key=lambda path: path.count("."))
             likely = nearest(name, fields)
             if below:
@@ -328,14 +343,14 @@ def rounding(config: Any, key: str = "") -> dict[str, Any]:
     return found
 
 
-def present(value: C | None) -> C:
-    """Return a value that is there.
+def present(value: C | None, name: str) -> C:
+    """Return the value called `name`.
 
     Raises:
-        ValueError: It is None, such as a setting that is not resolved.
+        ValueError: It is None.
     """
     if value is None:
-        raise ValueError("expected a value, got None")
+        raise ValueError(f"{name}: missing")
     return value
 
 

@@ -210,8 +210,9 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
 def test_a_set_of_torchvision_is_missed_before_pytorch_is_loaded(tmp_path, name):
     recipe = tiny_recipe(tmp_path)
     own = [f"run.root={tmp_path}/runs", f"data.name={name}", f"data.root={tmp_path}"]
-    with pytest.raises(ConfigError, match=f"no folder {tmp_path}/.+data.download=true"):
-        check_files(recipe, layers_of(recipe, own))
+    for more in ([], ["data.download=false"]):
+        with pytest.raises(ConfigError, match=f"no folder {tmp_path}/.+data.download=true"):
+            check_files(recipe, layers_of(recipe, [*own, *more]))
     check_files(recipe, layers_of(recipe, [*own, "data.download=true"]))
     (tmp_path / DOWNLOADED[name]).mkdir(parents=True)
     check_files(recipe, layers_of(recipe, own))

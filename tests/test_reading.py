@@ -27,10 +27,10 @@ class Reading(NamedTuple):
 
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(47_300, 12, 5.9),
-    "lion/layers": Reading(39_400, 12, 9.9),
-    "lion": Reading(165_050, 10, 6.2),
+    "lion/layers": Reading(39_600, 12, 9.9),
+    "lion": Reading(165_350, 10, 6.2),
     "data": Reading(49_100, 11, 14.8),
-    "tools": Reading(115_150, 12, 22.2),
+    "tools": Reading(115_200, 12, 22.1),
 }
 
 

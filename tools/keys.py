@@ -52,7 +52,7 @@ def check_files(recipe: Path, layers: Layers) -> None:
         return  # `lion.recipe.load_recipe` names the key
     if name in PLACED:
         find_root(name, root)
-    if name in DOWNLOADED and not data.get("download"):
+    if name in DOWNLOADED and str(data.get("download", False)).lower() == "false":
         check_downloaded(name, root)
     if path is not None:
         check_path(path)
@@ -134,6 +134,8 @@ def field_names(module: ast.Module, wanted: str) -> set[str]:
         if not isinstance(kind, ast.ClassDef) or not kind.decorator_list or wanted not in ("", kind.name):
             continue
         for line in kind.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+                continue
+            if not ast.unparse(line.annotation).startswith("ClassVar"):
                 found.add(line.target.id)
     return found

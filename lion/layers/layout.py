@@ -184,7 +184,7 @@ class Layout(NamedTuple):
         return x.shape[1] if self.valid is None else self.valid.sum(1)
 
     def in_last_segment(self) -> Tensor | None:
-        """Return a mask (B, L) of the valid tokens in the last segment of each row; None without padding."""
+        """Return a mask (B, L) of the valid tokens in the last segment of each row; None without a mask."""
         if self.valid is None or self.segment_index is None:
             return self.valid
         return self.valid & (self.segment_index == self.segment_index[:, -1:])

@@ -91,12 +91,15 @@ class TPE(nn.Module):
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN, context: Any = None) -> tuple[Tensor, Tensor]:
         self.check_causal()
+        check_line(layout)
         x = layout.clean(x)
         with no_autocast(x):
-            _, log_decay = self.kernels(x)
-            line = Line.of(x.to(log_decay.dtype), layout)
-            _, state = states_between(line.chunks, powers_of(log_decay[0], line.chunks.shape[2]), line.first)
-        return self.on_line(x, layout), state
+            weight, log_decay = self.kernels(x)
+            line = Line.of(x.to(weight.dtype), layout)
+            powers = powers_of(log_decay[0], line.chunks.shape[2])
+            entering, state = states_between(line.chunks, powers, line.first)
+            y = within_chunks(line.chunks, weight[0], powers) + from_states(entering, weight[0], powers)
+            return line.tokens(y).to(x.dtype), state
 
     def step(
         self, x: Tensor, state: Tensor, *, context: Any = None, valid: Tensor | None = None
@@ -135,8 +138,7 @@ class TPE(nn.Module):
 
     def on_line(self, x: Tensor, layout: Layout, channels: slice = slice(None)) -> Tensor:
         """Sum x (B, L, dim), with zeros for padding, along the sequence."""
-        if layout.coords is not None:
-            raise ValueError("tpe: these tokens have coordinates on a grid, but this module was made without a grid")
+        check_line(layout)
         with no_autocast(x):
             weight, log_decay = self.kernels(x, channels)
             line = Line.of(x.to(weight.dtype), layout)
@@ -159,6 +161,16 @@ class TPE(nn.Module):
                 y = y + sums.view(lines.shape).movedim(-2, axis)
             y = F.pad(y.flatten(1, -2), (0, 0, 0, 1)).index_select(1, places).to(x.dtype)
             return torch.where(places[:, None] < size, y, x)
+
+
+def check_line(layout: Layout) -> None:
+    """Check that tokens have no coordinates, for a module without a grid.
+
+    Raises:
+        ValueError: They have.
+    """
+    if layout.coords is not None:
+        raise ValueError("tpe: these tokens have coordinates on a grid, but this module was made without a grid")
 
 
 def places_on_grid(x: Tensor, layout: Layout, grid: tuple[int, ...]) -> Tensor:
@@ -196,18 +208,27 @@ def toeplitz_sum(line: Line, weight: Tensor, log_decay: Tensor) -> Tensor:
 
     `weight` and `log_decay` are w and log lambda, (dim, e).
     """
-    x = line.chunks
+    powers = powers_of(log_decay, line.chunks.shape[2])
+    y = within_chunks(line.chunks, weight, powers)
+    if line.chunks.shape[1] == 1:
+        return y
+    entering, _ = states_between(line.chunks, powers, line.first)
+    return y + from_states(entering, weight, powers)
+
+
+def within_chunks(x: Tensor, weight: Tensor, powers: Tensor) -> Tensor:
+    """Return the sums over the tokens of the same chunk, for chunks x (B, N, C, dim)."""
     size = x.shape[2]
-    powers = powers_of(log_decay, size)
     n = torch.arange(size, device=x.device)
     distance = n[:, None] - n
     kernel = torch.einsum("de,dec->dc", weight, powers[..., :size])
     matrix = kernel[:, distance.clamp_min(0)].masked_fill(distance < 0, 0)  # (dim, C, C)
-    y = torch.einsum("dij,bnjd->bnid", matrix, x)
-    if x.shape[1] == 1:
-        return y
-    entering, _ = states_between(x, powers, line.first)
-    return y + torch.einsum("dei,nbde->bnid", weight[..., None] * powers[..., 1:], entering)
+    return torch.einsum("dij,bnjd->bnid", matrix, x)
+
+
+def from_states(entering: Tensor, weight: Tensor, powers: Tensor) -> Tensor:
+    """Return the sums over the chunks before, from the states (N, B, dim, e) that enter the chunks."""
+    return torch.einsum("dei,nbde->bnid", weight[..., None] * powers[..., 1:], entering)
 
 
 def states_between(x: Tensor, powers: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -227,13 +248,15 @@ def states_between(x: Tensor, powers: Tensor, first: Tensor | None) -> tuple[Ten
 
 
 class Line(NamedTuple):
-    """Tokens in chunks, each of which belongs to one segment; the last token is the end of the last chunk.
+    """Tokens in chunks, each of which belongs to one segment.
+
+    The last token of a row has the last place of the last chunk.
 
     Attributes:
         chunks: Tokens (B, N, C, dim), 0 where there is none.
         length: Number of tokens L of a row.
-        place: Integer (B, L), the place of each token; that of padding is after all chunks. None without padding.
-        first: Boolean (B, N), True for the first chunk of a segment. None without padding.
+        place: Integer (B, L), the place of each token; that of padding is after all chunks. None without a mask.
+        first: Boolean (B, N), True for the first chunk of a segment. None without a mask.
     """
 
     chunks: Tensor

@@ -143,7 +143,7 @@ class TimmAttention(Layer):
             raise ValueError("is_causal: not available with direction 'backward'")
         if len(self.config.scans) > 1:
             raise ValueError("is_causal: not available with several scans")
-        twin = present(self.causal_twin)
+        twin = present(self.causal_twin, "causal_twin")
         twin.check_causal()
         if not borrows(twin, self, SHARED):  # a part was replaced, or this is a copy of `DataParallel`
             twin = borrower(twin, self, SHARED)
@@ -214,7 +214,7 @@ def borrower(twin: M, own: nn.Module, shared: Collection[str] = (), path: str = 
         if name in shared or part is None:
             made._modules[name] = part
         else:
-            made._modules[name] = borrower(present(twin._modules[name]), part, path=f"{path}{name}.")
+            made._modules[name] = borrower(present(twin._modules[name], name), part, path=f"{path}{name}.")
     return made
 
 

@@ -281,7 +281,7 @@ def segments_mask(
             use_vmap=use_vmap,
             device=device,
         )
-        documents = documents_of(present(pairs)[:, 0])
+        documents = documents_of(present(pairs, "attention_mask")[:, 0])
     if attention_mask is None:
         return documents
     return documents.masked_fill(~attention_mask[:, kv_offset : kv_offset + kv_length].bool(), -1)

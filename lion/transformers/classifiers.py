@@ -63,7 +63,7 @@ class LionForSequenceClassification(LionTextModel):
 
     def build(self) -> BertClassifier | GPTClassifier | LRA:
         settings = self.settings()
-        outputs = present(self.config.num_labels)
+        outputs = present(self.config.num_labels, "num_labels")
         if settings.name == "lra":
             return LRA(settings, classes=outputs, parts=self.config.parts, **self.sequence_sizes)
         kind = {"bert_classifier": BertClassifier, "gpt": GPTClassifier}[settings.name]
@@ -125,7 +125,7 @@ class LionForTokenClassification(LionTextModel):
 
     def build(self) -> BertTokenClassifier | TokenClassifier:
         settings = self.settings()
-        outputs = present(self.config.num_labels)
+        outputs = present(self.config.num_labels, "num_labels")
         if settings.name == "bert":
             return BertTokenClassifier(settings, outputs=outputs, **self.sizes)
         return TokenClassifier(settings, classes=outputs, **self.sizes)

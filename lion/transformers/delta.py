@@ -106,13 +106,13 @@ def chunk_gated_delta_rule(
         v,
         g,
         beta,
-        initial_state,
-        segments,
-        valid,
-        scale,
-        use_qk_l2norm_in_kernel,
-        output_final_state,
-        chunk_size,
+        initial=initial_state,
+        segments=segments,
+        valid=valid,
+        scale=scale,
+        unit=use_qk_l2norm_in_kernel,
+        final=output_final_state,
+        chunk_size=chunk_size,
     )
     if valid is not None:
         y = y[valid][None]

@@ -31,7 +31,7 @@ class LionForImageClassification(LionPreTrainedModel):
             settings,
             image_size=(height, width),
             channels=c.num_channels,
-            num_classes=present(c.num_labels),
+            num_classes=present(c.num_labels, "num_labels"),
             mean=c.mean,
             std=c.std,
         )

@@ -143,7 +143,7 @@ def check_positions(position_ids: Tensor, documents: Tensor, valid: Tensor | Non
         segments = documents.masked_fill(~valid, -1)
     rows, length = shape
     expected = Layout.of(positions.new_empty(rows, length, 0), segments=segments).positions
-    same = positions == present(expected)
+    same = positions == present(expected, "positions")
     if valid is not None:
         same = same | ~valid
     message = "position_ids: expected positions that count the tokens of each document from 0"

@@ -459,6 +459,20 @@ def test_a_mixer_that_is_not_linear_attention():
         MIXERS.pop("average", None)
 
 
+@pytest.mark.parametrize("mixer", ["lion_s_hippo", "gated_deltanet", "lion_s"])
+def test_an_entry_decides_the_decay_of_its_layer(mixer):
+    entry = MIXERS[mixer]
+
+    class Own(entry.fields.decay):
+        pass
+
+    MIXERS["own"] = entry._replace(fields=dataclasses.replace(entry.fields, decay=Own))
+    try:
+        assert type(make_mixer("own", 12, 3).first_decay()) is Own
+    finally:
+        MIXERS.pop("own")
+
+
 def test_a_block_without_a_mixer_streams_with_its_shifts():
     layer, x = make_mixer("none", 12, 3, direction="forward", conv_width=3).double(), torch.randn(2, 7, 12).double()
     y, state = layer.prefill(x[:, :4])

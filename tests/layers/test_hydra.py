@@ -156,7 +156,7 @@ def test_autocast_stays_near_float32(direction):
 
 def test_settings():
     single = {"mixer": "hydra", "dim": 8, "depth": 1, "num_heads": 2}
-    other = "unknown setting of mixer 'hydra'"
+    other = "a setting of attention layers, which state space mixers do not have"
     refused(f"feature_map: {other}", make_mixer, "hydra", DIM, HEADS, feature_map="relu")
     refused(f"normalize: {other}", make_mixer, "hydra", DIM, HEADS, normalize="sum")
     refused("score_dropout is not available", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
@@ -171,6 +171,12 @@ def test_settings():
     refused(message, build, EncoderConfig, {**single, "attention": {"stat": 4}}, source=str)
     stored = {**to_dict(AttentionConfig()), "token_shift": None}  # by earlier versions
     assert build(EncoderConfig, {**single, "attention": stored}, source=str) == build(EncoderConfig, single, source=str)
+    off = {"rotation": "none", "out_norm": "none", "qkv_bias": False, "scans": ("row_major",)}
+    assert build(EncoderConfig, {**single, "attention": off}, source=str) == build(EncoderConfig, single, source=str)
+    assert (
+        make_mixer("hydra", DIM, HEADS, config=AttentionConfig(rotation="none")).config
+        == HydraAttention(DIM, HEADS).config
+    )
     message = "attention.rotation: a setting of attention layers, which state space mixers do not have"
     refused(message, build, EncoderConfig, {**single, "attention": {"rotation": "rope"}}, source=str)
     config = build(EncoderConfig, {**single, "attention": {"state": 4, "expand": 1}}, source=str)

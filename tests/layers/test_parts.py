@@ -281,7 +281,7 @@ def test_a_gate_has_the_rank_of_its_publication():
 
 def test_parts_of_published_blocks_are_not_settings():
     """Check that a part that is set names what replaces it; stored recipes hold null for each."""
-    refused("token_shift: unknown setting of mixer 'rwkv6'", LionAttention, 12, 3, "rwkv6", token_shift=True)
+    refused("token_shift: a part of published blocks", LionAttention, 12, 3, "rwkv6", token_shift=True)
     for value, message in ((None, None), ("true", "attention.token_shift: a part of published blocks")):
         given = {"attention": {"token_shift": value}}
         if message is None:

@@ -158,7 +158,7 @@ def test_the_start_is_the_published_one():
 
 
 def test_settings_of_other_mixers_are_refused():
-    other = "unknown setting of mixer 'vim'"
+    other = "a setting of attention layers, which state space mixers do not have"
     made, shape = VimMixer(DIM, 3), r"x: expected tokens \(B, L >= 1, 18\), got shape "
     refused(other, VimMixer, DIM, 3, feature_map="elu1")
     refused(other, VimMixer, DIM, 3, scans=("row_snake",))

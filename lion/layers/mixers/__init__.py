@@ -22,7 +22,7 @@ from lion.layers.mixers import (
 )
 from lion.layers.mixers.attention import Attention
 from lion.layers.mixers.base import Mixer, forms_of, mixers_of, set_form
-from lion.layers.mixers.config import AttentionConfig
+from lion.layers.mixers.config import AttentionConfig, MixerConfig
 from lion.layers.mixers.delta import DeltaAttention, RWKV7Attention
 from lion.layers.mixers.delta_product import DeltaProductAttention
 from lion.layers.mixers.fox import ForgettingAttention
@@ -72,6 +72,7 @@ __all__ = [
     "LionAttention",
     "MLSTMAttention",
     "Mixer",
+    "MixerConfig",
     "NoMixing",
     "PerformerAttention",
     "RWKV6Attention",
@@ -88,7 +89,7 @@ __all__ = [
 ]
 
 
-def resolve_mixer(name: str, config: AttentionConfig) -> AttentionConfig:
+def resolve_mixer(name: str, config: MixerConfig) -> Any:
     """Return `config` with every None replaced by the convention of the mixer `name`.
 
     Raises:
@@ -101,7 +102,7 @@ def make_mixer(
     name: str,
     dim: int,
     num_heads: int,
-    config: AttentionConfig | None = None,
+    config: MixerConfig | None = None,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,

@@ -51,7 +51,7 @@ class Mixer(nn.Module):
     `torch.load(weights_only=True)` accept it.
     """
 
-    Config: ClassVar[type[MixerConfig]] = AttentionConfig  # the recipe's `model.attention` section, or a subclass of it
+    Config: ClassVar[type[MixerConfig]] = AttentionConfig  # class of the recipe's `model.attention` section
     proj: nn.Linear  # writes into the residual stream
     forms: ClassVar[tuple[str, ...]] = ("full",)  # in which the mixer can run; the first is the default
 

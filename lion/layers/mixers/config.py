@@ -1,13 +1,13 @@
-"""Settings of attention layers, the recipe's `model.attention` section."""
+"""Settings of mixers and of attention layers, the recipe's `model.attention` section."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from lion.config import setting
+from lion.config import Absent, setting
 from lion.layers.layout import ROW_MAJOR
 from lion.layers.mixers.parts import BLOCKS, NO_PART, OUT_GATES, Parts
 from lion.layers.norms import NO_NORM, NORMS, over_tokens
@@ -20,7 +20,7 @@ PARTS_OF_BLOCKS = sorted({field.name for field in fields(Parts)} - {"conv_width"
 ALTERNATING = "alternating"  # forward in the first block, backward in the second, and so on (Table 16)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MixerConfig:
     """Settings that every mixer has.
 
@@ -34,7 +34,7 @@ class MixerConfig:
     block: str = setting(BLOCKS[0], choices=BLOCKS)
     score_dropout: float = setting(0.0, min=0, max=1)
 
-    # what models ask of every mixer
+    # what models ask of every mixer; settings in `AttentionConfig`, and no keys of a recipe for other mixers
     @property
     def scans(self) -> tuple[str, ...]:
         return ROW_MAJOR
@@ -62,7 +62,7 @@ class MixerConfig:
         return replace(self, direction="backward" if layer % 2 else "forward")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AttentionConfig(MixerConfig):
     """Settings of an attention layer. None selects the value of the mixer's entry in `MIXERS`.
 
@@ -97,9 +97,10 @@ class AttentionConfig(MixerConfig):
     out_norm: str | None = setting(None, choices=(NO_NORM, *NORMS))
     out_gate: str | None = setting(None, choices=(NO_PART, *OUT_GATES))
 
-    # by name of an earlier setting: the value without an effect, and what to say of any other
-    replaced: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(
-        dict.fromkeys(PARTS_OF_BLOCKS, (None, "a part of published blocks, which attention.block=published adds"))
+    absent: ClassVar[Mapping[str, Absent]] = MappingProxyType(
+        dict.fromkeys(
+            PARTS_OF_BLOCKS, Absent((None,), "a part of published blocks, which attention.block=published adds")
+        )
     )
 
     def block_label(self) -> str:

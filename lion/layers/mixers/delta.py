@@ -6,6 +6,7 @@ The recurrences are those of `lion.ops.delta`; all gates are computed in float32
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lion.config import present
 from lion.layers.layout import Layout
 from lion.layers.mixers.attention import Inputs
 from lion.layers.mixers.config import AttentionConfig
@@ -47,11 +49,8 @@ class DeltaAttention(LionAttention):
     config: DeltaConfig
 
     def make_decays(self, dim: int) -> list[Decay]:
-        decays = super().make_decays(dim)
-        for decay in decays:
-            if isinstance(decay, DeltaRule) and self.config.negative_eigenvalues:
-                decay.strength = 2.0
-        return decays
+        kind: Callable[..., Decay] = present(self.mixer.decay, "decay")
+        return [kind(dim, self.num_heads, strength=2.0 if self.config.negative_eigenvalues else 1.0)]
 
 
 class DeltaRule(Decay):
@@ -202,7 +201,7 @@ class RWKV7Attention(LionAttention):
     def bonus_keys(self, inputs: Inputs) -> Tensor:
         x = inputs.x
         with no_autocast(x):
-            rule = cast("GeneralizedDeltaRule", self.decay)
+            rule = cast("GeneralizedDeltaRule", self.first_decay())
             a = rule.strength(x.to(torch.promote_types(x.dtype, torch.float32)))
             return rule.written(inputs.k, a)
 

@@ -115,7 +115,7 @@ class DeltaProductAttention(DeltaAttention):
             q, k, v, log_decay, beta = (t.flatten(2, 3) for t in steps[:-1])
             return self.mix_rows(Operands(q, k, v, Gates(log_decay, beta)), steps[-1])
 
-        steps = (q, k, given.v, present(gates.log_decay), present(gates.beta))
+        steps = (q, k, given.v, present(gates.log_decay, "log_decay"), present(gates.beta, "beta"))
         return by_heads(mix_heads, layout, *(t.unflatten(2, (-1, self.config.householders)) for t in steps))
 
     def mix_rows(self, given: Operands, layout: Layout) -> Tensor:
@@ -159,7 +159,7 @@ class DeltaProductAttention(DeltaAttention):
 
     def own(self, given: Operands) -> Tensor:
         """Return the outputs (B, H, L, E) of each token from its own steps, which both directions include."""
-        n, beta = self.config.householders, present(given.gates.beta)[..., None]
+        n, beta = self.config.householders, present(given.gates.beta, "beta")[..., None]
         q, k, v, beta = (x.unflatten(2, (-1, n)) for x in (given.q, given.k, given.v, beta))  # (B, H, L, n, ..)
         read = q[:, :, :, -1].to(beta.dtype)
         y = 0

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.config import present
 from lion.layers.layout import Layout
 from lion.layers.mixers.base import MixerInfo, check_state, state_type
 from lion.layers.mixers.config import AttentionConfig
@@ -67,8 +68,8 @@ class ForgettingAttention(CachedAttention):
 
     def log_gates(self, x: Tensor, k: Tensor, layout: Layout) -> Tensor:
         """Return the log forget gates (B, H, L) in float32 or wider, 0 for padding."""
-        log_gates = self.decay(x, k, layout).log_decay
-        if log_gates is None or layout.valid is None:
+        log_gates = present(self.decay(x, k, layout).log_decay, "log_decay")
+        if layout.valid is None:
             return log_gates
         return log_gates.masked_fill(~layout.valid[:, None], 0)
 
@@ -129,4 +130,4 @@ class ForgettingAttention(CachedAttention):
         return y, ForgettingCache(cache, every)
 
 
-FAMILY = {FOX: Entry(ForgettingAttention, PUBLISHED)}
+FAMILY = {FOX: Entry(ForgettingAttention, published=PUBLISHED)}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lion.config import fill, setting
+from lion.config import fill, present, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.decay import Decay, Gating
@@ -200,9 +200,9 @@ class HippoAttention(LionAttention):
 
     def make_decays(self, dim: int) -> list[Decay]:
         c = self.config
-        kind: Callable[..., Decay] = HippoDecay
+        kind: Callable[..., Decay] = present(self.mixer.decay, "decay")
         if c.decay_gate is not None:
-            kind = partial(SelectiveHippoDecay, gate=c.decay_gate)
+            kind = partial(kind, gate=c.decay_gate)
         return [kind(dim, self.num_heads, spectrum=c.spectrum, shape=c.decay_shape, dt_min=c.dt_min, dt_max=c.dt_max)]
 
 

@@ -47,8 +47,8 @@ class HydraConfig(StateSpaceConfig):
     """Settings of a Hydra layer.
 
     `expand` is the width of all heads together divided by that of the tokens, `state` the number of key dimensions of a
-    head. The convolution of `conv_width` tokens is centred in direction "both". In one direction the layer has one
-    scan, and the convolution sees no token beyond it.
+    head. The convolution of `conv_width` tokens, by default 7, is centred in direction "both". In one direction the
+    layer has one scan, and the convolution sees no token beyond it.
     """
 
     state: int = setting(64, min=1, max=65_536)
@@ -110,7 +110,9 @@ class HydraAttention(StateSpaceMixer):
         self.steps = nn.Linear(dim, num_heads * len(self.sides), bias=False)
         self.step_bias = nn.Parameter(inverse_softplus_steps(num_heads))
         self.a = nn.Parameter(torch.zeros(num_heads))  # A = -exp(a) starts at -1
-        self.convolution = ShortConvolution(inner + vectors, present(c.conv_width), c.direction, bias=True)
+        self.convolution = ShortConvolution(
+            inner + vectors, present(c.conv_width, "conv_width"), c.direction, bias=True
+        )
         self.diagonal = nn.Linear(inner, num_heads, bias=False)
         self.skip = nn.Parameter(torch.ones(num_heads))
         self.norm = RMSNorm(inner, eps=NORM_EPS)

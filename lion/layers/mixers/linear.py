@@ -244,8 +244,8 @@ class LionAttention(Attention):
         return Settings(
             form=self.form,
             direction=c.direction,
-            normalize=present(c.normalize),
-            decay_convention=present(c.decay_convention),
+            normalize=present(c.normalize, "normalize"),
+            decay_convention=present(c.decay_convention, "decay_convention"),
             feature_map=None if self.maps_first else c.feature_map,
             scale=self.mixer.scale,
             chunk_size=self.chunk_size,
@@ -254,8 +254,7 @@ class LionAttention(Attention):
             undecayed_erase=self.mixer.undecayed_erase,
         )
 
-    @property
-    def decay(self) -> Decay:
+    def first_decay(self) -> Decay:
         """Return the decay of the first scan, often the only one."""
         return cast("Decay", self.decays[0])
 
@@ -352,7 +351,7 @@ class LionAttention(Attention):
         """Return the operands for tokens x (B, L, dim), and the state of the decay after them."""
         if self.maps_first:
             q, k = self.mapped(q, k)
-        gating = self.decay(x, k, layout, state) if self.decays else Gating(k)
+        gating = self.first_decay()(x, k, layout, state) if self.decays else Gating(k)
         if gating.query_shift is not None:
             q = (q + gating.query_shift).to(q.dtype)
         if gating.value_gate is not None:
@@ -385,7 +384,7 @@ class LionAttention(Attention):
         S = weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()
-        return LinearState(S, z, position, self.decay.initial_state(z) if self.decays else ())
+        return LinearState(S, z, position, self.first_decay().initial_state(z) if self.decays else ())
 
 
 def with_settings(constructor: Callable[..., Any], config: type) -> inspect.Signature:

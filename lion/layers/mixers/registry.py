@@ -7,18 +7,26 @@ from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lion.config import nearest
+from lion.config import absent_from, nearest
 from lion.ops.settings import hint
 
 if TYPE_CHECKING:
     from lion.layers.mixers.base import Mixer
+    from lion.layers.mixers.parts import Parts
 
 
 class Entry(NamedTuple):
-    """An entry of `MIXERS`: the class of the layer, and a `LinearMixer` or the `Parts` of its published block."""
+    """An entry of `MIXERS`.
+
+    Attributes:
+        layer: The class of the layer.
+        fields: The `LinearMixer` of a linear mixer.
+        published: Parts of the published block of a mixer of softmax; None: none.
+    """
 
     layer: type[Mixer]
     fields: Any = None
+    published: Parts | None = None
 
 
 MIXERS: dict[str, Entry] = {}
@@ -67,9 +75,12 @@ def own_settings(
     given = dict(settings)
     for field in () if config is None else fields(config):
         value = getattr(config, field.name)
-        if value is not None and (field.name in names or value != field.default):
+        if field.name in names or value != field.default:
             given.setdefault(field.name, value)
-    for key in given:
-        if key not in names:
+    for key in [key for key in given if key not in names]:
+        absent = absent_from(kind, key)
+        if absent is None:
             raise ValueError(f"{key}: unknown setting of mixer {name!r}, {hint(key, names)}")
+        if absent.has_effect(given.pop(key)):
+            raise ValueError(f"{key}: {absent.instead}")
     return replace(config, **settings) if isinstance(config, kind) else kind(**given)

@@ -90,7 +90,7 @@ def reserve(state: Any, count: int) -> Any:
 
 def published_parts(name: str) -> Parts:
     """Return the parts of the published block of a mixer of softmax; by default none."""
-    return entry_of(name).fields or PLAIN_BLOCK
+    return entry_of(name).published or PLAIN_BLOCK
 
 
 class CachedAttention(Attention):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lion.config import check_settings, fill, setting
+from lion.config import Absent, check_settings, fill, setting
 from lion.layers.layout import Layout
 from lion.layers.mixers.base import Mixer, check_width
 from lion.layers.mixers.config import ALTERNATING, AttentionConfig, MixerConfig
@@ -18,14 +18,15 @@ from lion.layers.mixers.registry import entry_of, own_settings
 OWN = ("conv_width", "expand", "state")
 
 
-def settings_of_attention() -> dict[str, tuple[Any, str]]:
-    """Return the settings of attention alone; stored recipes of earlier versions hold their defaults."""
+def settings_of_attention() -> dict[str, Absent]:
+    """Return the settings of attention alone; stored recipes of earlier versions hold them without an effect."""
     common = {field.name for field in fields(MixerConfig)}
-    found = dict(AttentionConfig.replaced)
+    found = dict(AttentionConfig.absent)
     for field in fields(AttentionConfig):
         plain = list(field.default) if isinstance(field.default, tuple) else field.default
         if field.name not in (*OWN, *common):
-            found[field.name] = (plain, "a setting of attention layers, which state space mixers do not have")
+            unused = (plain, None, False, "none")
+            found[field.name] = Absent(unused, "a setting of attention layers, which state space mixers do not have")
     return found
 
 
@@ -34,7 +35,7 @@ class StateSpaceConfig(MixerConfig):
     """Settings of a state space mixer. Both values of `block` are its published block.
 
     `expand` is the number of channels divided by the width of the tokens, `state` the number of state dimensions of a
-    channel, and `conv_width` the number of tokens of the convolution; None: that of the publication.
+    channel, and `conv_width` the number of tokens of the convolution; None: 4, or 7 in Hydra.
     """
 
     expand: int = setting(2, min=1, max=64)
@@ -42,7 +43,7 @@ class StateSpaceConfig(MixerConfig):
     conv_width: int | None = setting(None, min=1, max=64)
 
     usual_width: ClassVar[int] = 4
-    replaced: ClassVar[Mapping[str, tuple[Any, str]]] = MappingProxyType(settings_of_attention())
+    absent: ClassVar[Mapping[str, Absent]] = MappingProxyType(settings_of_attention())
 
     def label(self) -> str:
         usual = type(self)()

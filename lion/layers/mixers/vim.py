@@ -153,7 +153,7 @@ class VimMixer(StateSpaceMixer):
         self.inputs = nn.Linear(dim, 2 * channels, bias=False)
         self.sides = nn.ModuleList()
         for direction in scan_directions(c.direction):
-            self.sides.append(Side(channels, c.state, rank, present(c.conv_width), direction))
+            self.sides.append(Side(channels, c.state, rank, present(c.conv_width, "conv_width"), direction))
         self.proj = nn.Linear(channels, dim, bias=False)
 
     @staticmethod

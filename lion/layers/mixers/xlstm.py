@@ -148,7 +148,7 @@ class MLSTMAttention(LionAttention):
         q, k = (apply_feature_map(self.config.feature_map, t) for t in (q, k))
         with no_autocast(x):
             wide = torch.promote_types(x.dtype, torch.float32)
-            i, log_f = cast("InputAndForgetGate", self.decay).logits(x.to(wide))
+            i, log_f = cast("InputAndForgetGate", self.first_decay()).logits(x.to(wide))
             scans = {name: stabilised(i, log_f, layout, name == "backward") for name in ("forward", "backward")}
             m = torch.maximum(*(scan.m for scan in scans.values()))
             own = shifted(i, -m).exp() * (q.to(wide) * k.to(wide)).sum(-1)  # (B, H, L)
