@@ -86,6 +86,7 @@ ignore_missing_imports = true
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.14."), reason="checked with the types of torch 2.14")
 def test_types_hold(tmp_path):
     pytest.importorskip("mypy")

@@ -200,6 +200,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
         assert [int(model.classes[i]) for i in model(pixels).argmax(1)] == guesses
 
 
+@pytest.mark.slow
 def test_a_small_run_has_the_weights_without_the_optimizer(quickstart, tmp_path, capsys):
     folder, small = quickstart[0] / "quickstart", tmp_path / "small"
     assert here("export", folder, small, "--format", "run") == 0
