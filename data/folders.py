@@ -60,7 +60,7 @@ def check_path(path: str) -> None:
 
 
 def root_of(name: str, root: str | None) -> Path:
-    """Return the folder of a data set: `root`, by default its folder under the data root."""
+    """Return the folder of a data set: `root`, by default the folder `name` under the data root."""
     return user_path(root) if root else data_root() / name
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10
 
 from data.base import walk
-from data.folders import data_root, user_path
+from data.folders import root_of
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
 from data.lra.sequences import stamps
 from data.lra.store import Arrays, Part, Source, in_parts
@@ -72,7 +72,7 @@ class CifarPixels(PixelSet):
     @property
     def place(self) -> Path:
         """The path of torchvision's files, or of the files of `path`."""
-        root = user_path(self.config.path) if self.config.path else data_root() / "cifar10"
+        root = root_of("cifar10", self.config.path)
         batches = root / CIFAR10.base_folder
         return batches if batches.is_dir() or not self.config.path else root
 

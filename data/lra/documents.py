@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.folders import data_root, user_path
+from data.folders import root_of, user_path
 from data.hub import check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
 from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
@@ -320,7 +320,7 @@ class Aan(Documents):
     Config, samples, parts_of_a_sample = AanConfig, 147_086, 2
 
     def files(self) -> dict[str, Path]:
-        root = user_path(self.config.path) if self.config.path else data_root() / "aan"
+        root = root_of("aan", self.config.path)
         return dict(zip(PAIRS, checked_files(self.config.name, root, list(PAIRS.values()))))
 
     def place(self) -> Any:

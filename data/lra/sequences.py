@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet
-from data.folders import data_root, user_path
+from data.folders import root_of
 from data.lra.store import (
     ArrayKind,
     Arrays,
@@ -192,7 +192,7 @@ class SequenceSet(DataSet):
     @functools.cached_property
     def folder(self) -> Path:
         """The folder of the samples; its name is a hash of all that determines them."""
-        root = user_path(self.config.root) if self.config.root else data_root() / "lra"
+        root = root_of("lra", self.config.root)
         return root / self.name_of(self.identity())
 
     def name_of(self, identity: Any) -> str:

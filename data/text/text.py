@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from data.base import DataConfig
-from data.folders import data_root, looks_like_path, user_path
+from data.folders import looks_like_path, root_of, user_path
 from data.manifest import FORMAT, MANIFEST, fingerprint_of, short_hash
 from data.pool import worker_count
 from data.text.corpus import BORDERS, Corpus, open_corpus
@@ -266,7 +266,7 @@ class Text(KeepsTokenizer):
         if (files := local_files(config.tokenizer)) is not None:
             decided["tokenizer"] = files.stem if files.is_file() else files.name
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # other files may have the same name
-        root = user_path(config.root) if config.root else data_root() / "text"
+        root = root_of("text", config.root)
         name, own = f"{config.name}-{decided['tokenizer'].replace('/', '_')}", self.own_tokenizer
         usual = root / f"{name}-{short_hash(decided)}"
         if own is None or (usual.is_dir() and read_manifest(usual)["tokenizer"]["fingerprint"] == own.fingerprint):

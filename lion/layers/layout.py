@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lion.config import present
 from lion.ops import Part, SegmentIndex, check_masks, segment_index
 from lion.ops.arguments import check_dense
 from lion.ops.modes import may_wait
@@ -110,10 +111,11 @@ class Layout(NamedTuple):
         """Return this layout with padding and segments, see `of`."""
         if torch.is_tensor(segments) and segments.dtype == torch.bool:
             valid, segments = segments if valid is None else valid & segments, None
-        check_masks(x[:, None], valid, segments)
-        index, valid = segment_index(valid, segments)
-        if valid is None:
+        if valid is None and segments is None:
             return self
+        check_masks(x[:, None], valid, segments)
+        index, prepared = segment_index(valid, segments)
+        valid = present(prepared, "valid")
         positions = valid.cumsum(1) - 1
         if index is not None:  # positions restart in each segment
             first = segment_starts(index, first=True)

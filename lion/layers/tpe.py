@@ -154,11 +154,11 @@ class TPE(nn.Module):
             dense = x.new_zeros(x.shape[0], size + 1, x.shape[2], dtype=weight.dtype)
             dense = dense.index_copy(1, places, x.to(weight.dtype))[:, :size].unflatten(1, grid)
             y = torch.zeros_like(dense)
-            for axis in range(1, len(grid) + 1):
-                lines = dense.movedim(axis, -2)  # (B, .., length, dim)
+            for axis in range(len(grid)):
+                lines = dense.movedim(axis + 1, -2)  # (B, .., length, dim)
                 line = Line.of(lines.flatten(0, -3))
-                sums = line.tokens(toeplitz_sum(line, weight[axis - 1], log_decay[axis - 1]))
-                y = y + sums.view(lines.shape).movedim(-2, axis)
+                sums = line.tokens(toeplitz_sum(line, weight[axis], log_decay[axis]))
+                y = y + sums.view(lines.shape).movedim(-2, axis + 1)
             y = F.pad(y.flatten(1, -2), (0, 0, 0, 1)).index_select(1, places).to(x.dtype)
             return torch.where(places[:, None] < size, y, x)
 
@@ -208,11 +208,12 @@ def toeplitz_sum(line: Line, weight: Tensor, log_decay: Tensor) -> Tensor:
 
     `weight` and `log_decay` are w and log lambda, (dim, e).
     """
-    powers = powers_of(log_decay, line.chunks.shape[2])
-    y = within_chunks(line.chunks, weight, powers)
-    if line.chunks.shape[1] == 1:
+    x = line.chunks
+    powers = powers_of(log_decay, x.shape[2])
+    y = within_chunks(x, weight, powers)
+    if x.shape[1] == 1:
         return y
-    entering, _ = states_between(line.chunks, powers, line.first)
+    entering, _ = states_between(x, powers, line.first)
     return y + from_states(entering, weight, powers)
 
 

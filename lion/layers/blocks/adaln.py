@@ -27,6 +27,7 @@ class Modulation(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def vectors(self, context: Tensor) -> tuple[Tensor, ...]:
+        """Return the vectors (B, 1, dim) of a context (B, dim)."""
         return self(context)[:, None].chunk(self.count, -1)
 
 

@@ -137,8 +137,9 @@ class Attention(Mixer):
             self.kv_shift = KeyValueShift(dim, heads, sizes, config.direction)
         self.proj = nn.Linear(width, dim)
         self.rotation = None
-        if config.rotation is not None and config.rotation != NO_ROTATION:
-            self.rotation = ROTATIONS[config.rotation](num_heads, self.head_dim)
+        rotation = ROTATIONS.get(config.rotation or NO_ROTATION)
+        if rotation is not None:
+            self.rotation = rotation(num_heads, self.head_dim)
         self.qk_norm: nn.ModuleList | None = None
         self.skip: nn.Parameter | None = None
         self.bonus: nn.Parameter | None = None
@@ -155,8 +156,9 @@ class Attention(Mixer):
         self.optim_factors = undecayed("bonus")
         if parts.head_norm != NO_PART:
             self.head_norm = HEAD_NORMS[parts.head_norm](num_heads, self.value_dim, self.head_eps)
-        if parts.out_norm is not None and parts.out_norm != NO_NORM:
-            self.out_norm = NORMS[parts.out_norm](width, eps=1e-5)
+        out_norm = NORMS.get(parts.out_norm or NO_NORM)
+        if out_norm is not None:
+            self.out_norm = out_norm(width, eps=1e-5)
         if parts.out_gate != NO_PART:
             rank = self.head_dim if parts.out_gate_rank == 0 else parts.out_gate_rank
             self.out_gate = make_gate(dim, width, rank, parts.out_gate)

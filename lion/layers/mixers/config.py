@@ -118,9 +118,8 @@ def check_rotation(config: AttentionConfig) -> None:
     Raises:
         ValueError: The rotation cannot be combined with the row sums of `normalize`.
     """
-    if config.rotation is None or config.rotation == NO_ROTATION or config.normalize == "none":
-        return
-    if not ROTATIONS[config.rotation].row_sums:
+    rotation = ROTATIONS.get(config.rotation or NO_ROTATION)
+    if rotation is not None and config.normalize != "none" and not rotation.row_sums:
         raise ValueError(
             f"rotation {config.rotation!r} does not go with row sums (normalize {config.normalize!r}); use normalize "
             "'none', or rotation 'rope'"

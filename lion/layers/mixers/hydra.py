@@ -131,11 +131,11 @@ class HydraAttention(StateSpaceMixer):
         scan = linear_attention
         if layout.part is not None:
             scan = partial(split_attention, part=layout.part)
-        read = torch.zeros_like(streams.x)
+        reads = []
         for side, tokens in zip(self.sides, streams.scans):
             y = scan(*tokens, **settings, direction=side)
-            read = read + neighbour(joined(y), NEIGHBOURS[side], layout)
-        return self.merge(streams, read)
+            reads.append(neighbour(joined(y), NEIGHBOURS[side], layout))
+        return self.merge(streams, sum(reads[1:], reads[0]))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gate z (B, L, expand * dim) and the input of the convolution, of x (B, L, dim)."""
