@@ -196,7 +196,9 @@ def test_a_step_never_waits_for_the_gpu(name):
 @pytest.mark.compiled
 @on_a_gpu
 def test_the_clock_times_an_operator(tmp_path):
-    done = command("bench", "clock", "lion_s", "--form", "full", "--length", "197", "--out", tmp_path, timeout=300)
+    done = command(
+        "bench", "gpu", "--clock", "lion_s", "--form", "full", "--length", "197", "--out", tmp_path, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "clock.json").read_text())["rows"]
     assert row["name"] == "lion_s" and 0 < row["graph"]["seconds"] <= row["launched"]["seconds"]

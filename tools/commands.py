@@ -68,10 +68,9 @@ COMMANDS = {
     ),
     "bench generate": Command("RUN ...", "measure latency per token and memory by text length", "tools.bench.generate"),
     "bench gpu": Command(
-        "[MIXER|RECIPE ...]", "estimate kernels, memory traffic and time on a GPU, without a GPU", "tools.bench.gpu"
-    ),
-    "bench clock": Command(
-        "[MIXER ...]", "time the operators of bench gpu on this GPU, beside the estimates", "tools.bench.clock"
+        "[MIXER|RECIPE ...] [--clock]",
+        "estimate kernels, memory traffic and time on a GPU, without a GPU; --clock: time operators on this GPU",
+        "tools.bench.gpu",
     ),
     "bench sequence": Command(
         "",

@@ -377,29 +377,23 @@ def bench_gpu(argv: list[str]) -> Namespace:
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
     parser.add_argument("--target", choices=GPUS, default="h100")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")
-    parser.add_argument("--batch", type=count, help="samples (default: operators 4, steps about 50,000 tokens)")
+    parser.add_argument("--batch", type=count, help="default: 4 samples of an operator, else many tokens")
     parser.add_argument("--heads", type=count, default=6, help="heads of operators")
     parser.add_argument("--dim", type=count, default=64, help="head dimension of operators")
     parser.flag("--compile", "compile all kernels to cubins for sm_80 and sm_90")
     parser.add_argument("--against", metavar="RECIPE", help="a recipe of softmax, in place of the recipes' own models")
+    parser.flag("--clock", "time operators on this GPU, beside their estimates")
+    parser.add_argument("--rounds", type=count, help="with --clock: rounds of a measurement (default: 9)")
+    parser.add_argument("--kernels", choices=("graph", "triton"), help="with --clock: kernels of scalar decays")
+    parser.flag("--autotune", "with --clock: time kernels for every matrix product, and take the fastest")
     add_results(parser)
-    return parser.parse_args(argv)
-
-
-def bench_clock(argv: list[str]) -> Namespace:
-    parser = parser_of("bench clock")
-    parser.add_argument("names", nargs="*", metavar="MIXER")
-    parser.add_argument("--form", nargs="+", choices=GPU_FORMS, default=list(GPU_FORMS))
-    parser.add_argument("--length", type=count, nargs="+", default=[197, 1024])
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--batch", type=count, help="samples (default: about 25,000 tokens)")
-    parser.add_argument("--heads", type=count, default=6)
-    parser.add_argument("--dim", type=count, default=64, help="head dimension")
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--kernels", choices=("graph", "triton"), default="graph", help="kernels of scalar decays")
-    parser.flag("--autotune", "time kernels for every matrix product, and take the fastest")
-    add_results(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("rounds", "kernels", "autotune"):
+        if getattr(args, name) and not args.clock:
+            raise ConfigError(f"--{name}: nothing is timed, add --clock")
+    args.rounds = args.rounds or 9
+    args.kernels = args.kernels or "graph"
+    return args
 
 
 def bench_sequence(argv: list[str]) -> Namespace:
@@ -512,7 +506,6 @@ READERS: dict[str, Callable[[list[str]], Namespace]] = {  # by command
     "bench inference": bench_inference,
     "bench generate": bench_generate,
     "bench gpu": bench_gpu,
-    "bench clock": bench_clock,
     "bench sequence": bench_sequence,
     "convert": convert,
     "export": export,

@@ -10,7 +10,7 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,6 +148,11 @@ def time_rounds(
             for variant, once in runs.items():
                 times[variant].append(seconds(once, device))
     return times
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratios of times to `others`, round by round."""
+    return [time / other for time, other in zip(times, others)]
 
 
 def repeat(once: Callable[[], object], times: int) -> None:

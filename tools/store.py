@@ -103,10 +103,8 @@ class Store:
 
     def groups(self, names: Sequence[str]) -> list[list[Row]]:
         """Return groups of rows that agree in these fields; the group measured last comes first."""
-        found: dict[tuple, list[Row]] = {}
-        for row in self.rows.values():
-            found.setdefault(tuple(map(row.get, names)), []).append(row)
-        return sorted(found.values(), key=lambda rows: max(row["date"] for row in rows), reverse=True)
+        found = grouped(self.rows.values(), names)
+        return sorted(found, key=lambda rows: max(row["date"] for row in rows), reverse=True)
 
     def commands(self, rows: Iterable[Row]) -> str:
         """Return the commands that measured these rows, with dates, as a Markdown list."""
@@ -161,6 +159,14 @@ class Store:
         if None in pictures:
             return f"{self.files()}; no plot, because matplotlib is missing (pip install matplotlib)"
         return ", ".join([self.files(), *map(str, pictures)])
+
+
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
+    """Return groups of rows that agree in these fields, in order of their first rows."""
+    found: dict[tuple, list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(map(row.get, names)), []).append(row)
+    return list(found.values())
 
 
 def compact(value: Any) -> str:

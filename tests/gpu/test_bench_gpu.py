@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import refuse
-from tools.bench import gpu
+from tools.bench import engine
 from tools.gpu import targets
 from tools.gpu.cost import Cost, fused_softmax
 from tools.gpu.step import Counter
@@ -66,7 +66,7 @@ def test_what_it_refuses(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_traced_is_named_in_a_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "say", lambda _: None)
+    monkeypatch.setattr(engine, "say", lambda _: None)
 
     def forward(self, x, *args, **kwargs):
         torch._dynamo.graph_break()

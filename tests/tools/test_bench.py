@@ -20,10 +20,10 @@ from tests.helpers import ROOT, here, refuse
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes
-from tools.bench import clock, lengths, operators, ops
+from tools.bench import clock, engine, lengths, operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
-from tools.bench.report import Report, crossing, crossovers
+from tools.bench.ops_report import OpsReport, crossing, crossovers
 from tools.store import SCHEMA
 
 RATES = {"flops": 1e9, "bytes": 1e9}
@@ -50,8 +50,8 @@ def measure(**changes) -> tuple[list, list]:
     """Run a job in this process; return its rows and notes."""
     sent = []
     ops.measure(replace(JOB, **changes), sent.append)
-    rows = [message for message in sent if message["kind"] == "row"]
-    notes = [message for message in sent if message["kind"] == "note"]
+    rows = [message["row"] for message in sent if message["kind"] == "row"]
+    notes = [message for message in sent if message["kind"] == "missing"]
     return rows, notes
 
 
@@ -96,7 +96,7 @@ def test_every_operator_is_its_definition(mixer):
 
 def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
     jobs, threads = [], torch.get_num_threads()
-    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: jobs.append(job))
+    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: jobs.append(job))
     rates = {"flops": 1.0, "bytes": 1.0}  # not measured: a minute on CPUs without bfloat16 units
     monkeypatch.setattr(ops, "measure_rates", lambda *_: rates)
     call = ("bench", "ops", "--mixer", "lion_s", "--dtype", "bfloat16", "--threads", 1, "--eager", "--out", tmp_path)
@@ -178,7 +178,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
     assert [r["form"] for r in rows] == ["sdpa", "chunk"]
     assert "more than is free" in note["text"]
     assert not note["failed"]
-    assert note["length"] == 24
+    assert note["row"]["length"] == 24
     rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",), rounds=1)
     assert len(rows) == 2  # the product without decay has no L x L matrix
     assert not notes
@@ -191,12 +191,15 @@ def test_the_image_of_the_readme(tmp_path):
     chunks = [row | {"chunk_size": 16} for row in held["rows"] if row["form"] == "chunk" and row["length"] == 1024]
     for rows in (held["rows"] + chunks, [r | {"peak_bytes": None} for r in held["rows"] if r["pass"] == "forward"]):
         (tmp_path / "ops.json").write_text(json.dumps({**held, "rows": rows}))
-        for found in (lengths.panels(Report(tmp_path).load().widest(), which) for which in lengths.PASSES):
-            assert all(len(x) == len({*x}) > 0 for lines in found.values() for _, x, _ in lines)
-        assert lengths.draw(Report(tmp_path).load()) == tmp_path / "lengths.png"
+        report = OpsReport(tmp_path).load()
+        for which in lengths.PASSES:
+            for lines in lengths.panels(report.widest(), which).values():
+                for line in lines:
+                    assert len(line.lengths) == len({*line.lengths}) == len(line.values) > 0
+        assert tmp_path / "lengths.png" in report.pictures()
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
-    clocked = list(clock.Report(ROOT / "reports").load().rows.values())
-    on_gpus = lengths.fastest_on_gpus(clocked, "lion_s")
+    clocked = clock.ClockReport(ROOT / "reports").load()
+    on_gpus = lengths.fastest_on_gpus(clocked.rows.values(), "lion_s")
     assert list(on_gpus) == [197, 1024, 4096]
     assert on_gpus[197] > 3 > 1 > on_gpus[4096]
 
@@ -252,8 +255,8 @@ def test_crossovers_are_of_a_mixer_and_a_pass():
     assert (found["mixer"], found["pass"], found["text"]) == ("lion_s", "forward", "200")
 
 
-def report_of(folder, rows) -> Report:
-    report = Report(folder)
+def report_of(folder, rows) -> OpsReport:
+    report = OpsReport(folder)
     report.add(JOB.about() | RATES, "rates")
     for each in rows:
         report.add(each)
@@ -262,11 +265,12 @@ def report_of(folder, rows) -> Report:
 
 def test_reports_are_merged_by_key(tmp_path):
     first = report_of(tmp_path, (row(), row(128), sdpa(), row(chunk_size=16)))
-    first.add(ops.note(JOB, "not today", False, probe.Variant("full"), length=64, **{"pass": "forward"}), "notes")
-    first.add(ops.note(JOB, "its process ended", True), "notes")
+    note = JOB.note("not today", False, probe.Variant("full"), length=64, **{"pass": "forward"})
+    first.add(note["row"], "notes")
+    first.missing(JOB, "its process ended")
     first.write()
-    again = Report(tmp_path).load()
-    other = Report(tmp_path).load()
+    again = OpsReport(tmp_path).load()
+    other = OpsReport(tmp_path).load()
     assert len(again.rows) == 4
     assert not again.new
     assert "not today" in again.markdown()
@@ -281,9 +285,9 @@ def test_reports_are_merged_by_key(tmp_path):
     assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
     other.add(row(256))
     other.write()  # with the rows that were written after it was read
-    assert len(Report(tmp_path).load().rows) == 7
+    assert len(OpsReport(tmp_path).load().rows) == 7
     assert not other.notes
-    assert not Report(tmp_path).load(fresh=True).rows
+    assert not OpsReport(tmp_path).load(fresh=True).rows
 
 
 def test_markdown_and_table(tmp_path):
@@ -309,11 +313,11 @@ def test_images_need_matplotlib(tmp_path, monkeypatch):
     report = report_of(tmp_path, rows)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", None)
-        assert report.draw_widest() is None
+        assert report.pictures() == [None, None]
         assert not (tmp_path / "ops.png").exists()
         assert "no plot, because matplotlib is missing" in report.files_and(None)
     pytest.importorskip("matplotlib")
-    assert report.draw_widest() == tmp_path / "ops.png"
+    assert report.pictures() == [tmp_path / "ops.png", tmp_path / "lengths.png"]
     assert (tmp_path / "ops.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -334,7 +338,7 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
         assert "not a report of this command" in refuse(capsys, *call, out)
     (out / "ops.json").write_text('{"schema": 0}')
     with pytest.raises(ConfigError, match="schema 0"):
-        Report(out).load()
+        OpsReport(out).load()
 
 
 SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --rounds".split()
@@ -343,7 +347,7 @@ SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --roun
 @pytest.mark.slow
 def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_rates", lambda *args: RATES)
-    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
     for mixer in ("lion_d", "lion_lit"):
         assert ops.main([*SMALL, "1", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
         out, err = capsys.readouterr()
@@ -354,7 +358,7 @@ def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
     assert {r["mixer"] for r in rows} == {"lion_d", "lion_lit", "sdpa"}
     assert len(rows) == 2 * (1 + 2 * 2)
     assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
-    monkeypatch.setattr(ops, "in_a_process", lambda measure, job, receive: "died")
+    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: "died")
     assert ops.main([*SMALL, "2", "--out", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "none").exists()
 

@@ -8,7 +8,7 @@ import torch
 from lion.inference.text import Continuation
 from lion.layers.mixers import SOFTMAX
 from tests.helpers import here, refuse
-from tools.bench import collect, generate
+from tools.bench import engine, generate
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def measured(tmp_path_factory):
     """Measure a recipe and softmax, eager, in this process; return the rows and the folder of the report."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+        patch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
         command = ["bench", "generate", "shakespeare_char_lion_s", "--lengths", "80,20"]
         assert here(*command, "--batch", 2, "--rounds", 1, "--eager", "--out", out) == 0
     return json.loads((out / "generate.json").read_text())["rows"], out
@@ -24,7 +24,7 @@ def measured(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_mode_at_every_length(measured):
-    rows, _ = measured
+    rows, out = measured
     modes = [(SOFTMAX, "attention"), (SOFTMAX, "kv"), ("lion_s", "attention"), ("lion_s", "rnn")]
     found = sorted((r["batch"], r["length"], r["mixer"], r["mode"]) for r in rows)
     assert found == sorted((2, n, *mode) for n in (20, 80) for mode in modes)
@@ -35,8 +35,9 @@ def test_every_mode_at_every_length(measured):
         assert row["growth"] == 1 if row["length"] == 20 else row["growth"] > 0
         assert (row["ratio"] == 1) == (row["mode"] == "kv")
     alone = rows[0] | {"length": 80, "shortest": 80, "growth": 1.0}
-    _, cells = generate.tabled([alone, *(row for row in rows if row["length"] == 20)])
-    column = generate.HEADER.index("x shortest")
+    short = [row for row in rows if row["length"] == 20]
+    header, cells = generate.GenerateReport(out).tabled([alone, *short])
+    column = header.index("x shortest")
     assert {(cell[1], cell[column]) for cell in cells} == {("20", "1.00"), ("80", "-")}
 
 
@@ -65,8 +66,9 @@ def test_the_report(measured):
     state = {r["mode"]: r["state_bytes"] for r in rows if r["length"] == 80}
     assert line.split(" | ")[8] == generate.digits(state["kv"] / state["rnn"])
     fox = [r | {"mixer": "fox", "state_bytes": 1} for r in rows if r["mode"] == "kv"]  # a cache, not of softmax
-    cells = generate.tabled([*rows, *fox])[1]
-    for row in generate.tabled(rows)[1]:
+    report = generate.GenerateReport(out)
+    _, cells = report.tabled([*rows, *fox])
+    for row in report.tabled(rows)[1]:
         assert row in cells
     pytest.importorskip("matplotlib")
     assert (out / "generate.png").read_bytes().startswith(b"\x89PNG")

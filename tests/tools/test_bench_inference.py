@@ -14,7 +14,7 @@ from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import here, refuse, tiny_recipe
 from tools import probe
-from tools.bench import collect, inference
+from tools.bench import engine, inference
 from tools.bench.blockwise import mix_blockwise
 from tools.image_sources import drawn
 from tools.options import INFERENCE_FORMS
@@ -38,7 +38,7 @@ def measured(run, *variants, sizes=(8, 16), **changes):
     for size in sizes:
         job = inference.Job(run=str(run), command="x", variants=variants, size=size, **JOB | changes)
         inference.measure(job, sent.append)
-    rows = [message for message in sent if message["kind"] == "row"]
+    rows = [message["row"] for message in sent if message["kind"] == "row"]
     notes = [message["text"] for message in sent if message["kind"] == "note"]
     return rows, [text for text in notes if "warming up" not in text]
 
@@ -179,7 +179,7 @@ def test_no_memory_is_a_note(run, monkeypatch):
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(collect, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
 
 
 def rows_of(folder):
@@ -208,7 +208,7 @@ def test_the_inference_command(run, tmp_path, in_this_process, capsys):
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
     own = [row for row in rows_of(tmp_path) if row["form"] in ("full", "chunk")]
     figure = figures.Figure()
-    inference.curves(figure, own)
+    inference.curves(figure, own, "")
     for axes in figure.axes:
         lines = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
         assert lines["full"] == lines["chunk 4"] == [8, 16]
@@ -314,7 +314,7 @@ def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):
     assert row["matrix_bytes"] == 4 * 2 * 4 * 5**2  # of the recipe's 4 heads
     assert row["dim"] == 24
     assert row["against"] == "other"
-    assert inference.title(row).endswith("eager; softmax is other")
+    assert inference.InferenceReport(tmp_path).title(row).endswith("eager; softmax is other")
     _, model = inference.build(open_run(run), 8, SOFTMAX, str(path))
     assert len(model.encoder.blocks) == 3
     assert model.config.mixer == "softmax"

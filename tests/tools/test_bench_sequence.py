@@ -8,9 +8,8 @@ from torch.multiprocessing import start_processes
 from tests.helpers import here, refuse
 from tests.processes import CONTEXT
 from tools.bench import sequence
-from tools.bench.sequence import GPUS, SETTING, Layer, estimates, markdown
+from tools.bench.sequence import GPUS, Layer, SequenceReport, estimates
 from tools.probe import stamp
-from tools.store import Store
 
 
 def test_arithmetic(capsys):
@@ -31,11 +30,11 @@ def test_arithmetic(capsys):
 
 
 def test_every_dimension_has_its_arithmetic(tmp_path):
-    store = Store(tmp_path / "sequence.json", rows=(*SETTING, "length", "processes"))
+    report = SequenceReport(tmp_path)
     row = {"mixer": "lion_s", "heads": 1, "length": 64, "processes": 1, "bytes": 2**20, "received": 0}
     for dim in (64, 32):
-        store.add(row | {"dim": dim} | stamp("./run.sh bench sequence"))
-    text = markdown(store)
+        report.add(row | {"dim": dim} | stamp("./run.sh bench sequence"))
+    text = report.markdown()
     for dim in (64, 32):
         assert f"12 x {dim}, forward, one row of 1,048,576 tokens" in text
 

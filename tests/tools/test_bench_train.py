@@ -11,7 +11,8 @@ import torch
 from lion.config import ConfigError
 from lion.layers.mixers import Attention
 from tests.helpers import ROOT, here, refuse
-from tools.bench import train
+from tools.bench import engine, train
+from tools.bench.engine import fill
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
 from tools.compose import resolve
 
@@ -39,7 +40,7 @@ def rows_of(job):
     """Measure a job; return its rows."""
     sent = []
     train.measure(job, sent.append)
-    return [message for message in sent if message["kind"] == "row"]
+    return [message["row"] for message in sent if message["kind"] == "row"]
 
 
 def test_softmax_and_the_floor_stand_beside_the_recipes():
@@ -76,8 +77,8 @@ def shape_of(recipe):
         (vit_row("lion_lit"), "0.74"),
         (vit_row("lion_d"), "1.49"),
         (vit_row("lion_s multiscan"), "2.72"),
-        (vit_row("softmax"), ""),
-        (vit_row("lion_s", size=512), ""),
+        (vit_row("softmax"), None),
+        (vit_row("lion_s", size=512), None),
     ],
 )
 def test_the_papers_ratios_stand_beside_the_same_models(row, ratio):
@@ -96,17 +97,17 @@ def test_the_papers_ratio_of_hydra_is_that_to_deit():
     base = vit_row("hydra", shape_of("hydra_base"))
     large = vit_row("hydra", shape_of("mlm_large_hydra"), 128, "bert")
     for found, against, ratio in (
-        (row, None, ""),
+        (row, None, None),
         (row, "deit_small_softmax", "2.50"),
-        (row, "deit_base_softmax", ""),
-        (vit_row("softmax", small), None, ""),
+        (row, "deit_base_softmax", None),
+        (vit_row("softmax", small), None, None),
         (base, "deit_base_softmax", "2.51"),
         (large, "mlm_large_softmax", "3.13"),
     ):
         assert train.published(found, against) == ratio
     row |= {"ratio": 1.0, "ms": 9.0, "batch": 1, "tokens": 197, "peak_bytes": None}
     row |= {"against": {"recipe": "deit_small_softmax", "ratio": 1.987}}
-    assert "1.99 x deit_small_softmax (paper: 2.50)" in train.cells(row)
+    assert train.against_cell(row) == "1.99 x deit_small_softmax (paper: 2.50)"
 
 
 @pytest.mark.parametrize(("size", "ratio"), [("tiny", "9.48"), ("small", "14.95"), ("base", "10.86")])
@@ -114,7 +115,7 @@ def test_the_papers_ratios_of_vim_are_those_to_deit(size, ratio):
     model = resolve(f"vim_{size}").model
     row = vit_row(model.label(), model.shape())
     assert train.published(row, f"deit_{size}_softmax") == ratio
-    assert train.published(row) == ""
+    assert train.published(row) is None
 
 
 def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
@@ -191,14 +192,14 @@ def test_a_model_of_another_shape_is_held_against_all():
     ratios = [row["against"]["ratio"] for row in rows]
     assert min(ratios) > 0
     assert len(set(ratios)) == 3
-    header, cells = train.columns(rows)
+    header, cells = fill(train.COLUMNS, rows)
     assert header[2] == "against"
     assert cells[2][2] == f"{ratios[2]:.2f} x cifar10_mini"
 
 
 @pytest.mark.slow
 def test_the_train_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "in_a_process", lambda measure, job, receive: measure(job, receive))
+    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
     common = ["bench", "train", *JOB.recipes[:1], "--eager", "--batch", "2", "--rounds", "2", "--out"]
     command = [*common, tmp_path, "--size", "32", "--set", *TINY]
     models = ["lion_s", "softmax", train.FLOOR]
@@ -307,7 +308,7 @@ def test_dropout_is_part_of_the_shape(part, text):
 
 
 @pytest.mark.slow
-def test_rows_of_text():
+def test_rows_of_text(tmp_path):
     """Check that the size of text is a length, and that the plain model has a separate ratio."""
     rows = {row["mixer"]: row for row in rows_of(TEXT)}
     assert list(rows) == ["softmax", PLAIN, train.FLOOR, "lion_s"]
@@ -317,7 +318,7 @@ def test_rows_of_text():
     for row in rows.values():
         assert (row["model"], row["tokens"], row["batch"]) == ("gpt", 8, 3)
     assert plain["parameters"] == softmax["parameters"] != rows["lion_s"]["parameters"]
-    assert train.title(softmax).startswith("8 tokens, batch 3, gpt, dim 12")
-    header, (cells, *_) = train.columns(list(rows.values()))
+    assert train.TrainReport(tmp_path).title(softmax).startswith("8 tokens, batch 3, gpt, dim 12")
+    header, (cells, *_) = fill(train.COLUMNS, list(rows.values()))
     assert header[:5] == ["mixer", "x softmax", "x plain", "ms a step", "tokens/s"]
     assert float(cells[4].replace(",", "")) == pytest.approx(24e3 / softmax["ms"], rel=0.01)

@@ -1,4 +1,4 @@
-"""`bench clock`: its table beside the estimates, its lock, and what it refuses (`tests/test_cuda.py` runs it)."""
+"""`bench gpu --clock`: its table beside the estimates, its lock, and what it refuses (`tests/test_cuda.py` runs it)."""
 
 import fcntl
 import json
@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import refuse
 from tools.bench import clock, gpu
+from tools.bench.engine import fill
 from tools.gpu.cost import fused_softmax
 from tools.gpu.targets import TARGETS
 from tools.probe import alone_on
@@ -29,12 +30,12 @@ def timed(**changes) -> dict:
     return row | {"date": "2026-11-26", "torch": "2.11", "command": "c"} | changes
 
 
-ESTIMATES = {("any",): estimated()}
+ESTIMATES = [estimated()]
 
 
 @pytest.mark.parametrize(("device", "target"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")])
 def test_estimates_are_scaled_to_the_timed_batch_and_the_bandwidth(device, target):
-    own, softmax = clock.estimate(timed(device=device), ESTIMATES)
+    own, softmax = clock.estimate(timed(device=device), ESTIMATES).values()
     assert own == pytest.approx(3 * 4e8 / TARGETS[target].bandwidth + 16e-6)
     exact = fused_softmax((12, 6, 197, 64), torch.bfloat16).values()
     known = sum(gpu.fused_seconds(cost, TARGETS[target], torch.bfloat16) for cost in exact)
@@ -43,39 +44,46 @@ def test_estimates_are_scaled_to_the_timed_batch_and_the_bandwidth(device, targe
 
 def test_other_code_and_unknown_gpus_have_no_estimate():
     for other in ({"length": 1024}, {"target": "a100"}, {"form": "chunk"}, {"dtype": "float32"}):
-        assert clock.estimate(timed(), {("any",): estimated(**other)}) is None
-    assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), ESTIMATES) is None
+        assert clock.estimate(timed(), [estimated(**other)]) == {}
+    assert clock.estimate(timed(device="NVIDIA GeForce RTX 3060"), ESTIMATES) == {}
+
+
+def cells(row, estimates) -> dict:
+    """Return the cells of a timed row by heading."""
+    header, (found,) = fill(clock.COLUMNS, [row | {"estimate": clock.estimate(row, estimates)}])
+    return dict(zip(header, found))
 
 
 def test_the_table_compares_times_with_estimates():
-    cells = clock.cells(timed(), {})
-    assert dict(zip(clock.HEADER, cells[:5])) == {
+    assert cells(timed(), []) == {
         "mixer": "lion_s",
         "form": "full",
         "tokens": "197",
         "batch": "12",
         "us": "600",
+        "x softmax": "3.00",
+        "no graphs": "2,000",
+        "peak / q": "20.0",
     }
-    assert cells[5:] == ["-", "-", "3.00", "-", "2,000", "20.0"]
-    us, near, x, own, alone, peak = clock.cells(timed(), ESTIMATES)[5:]
-    assert (us, near, x, alone, peak) == ("374", "1.60", "3.00", "2,000", "20.0")
-    assert float(own) > 3
+    found = cells(timed(), ESTIMATES)
+    assert (found["us"], found["estimate"], found["x estimate"]) == ("600", "374", "1.60")
+    assert float(found["estimated"]) > 3
 
 
 def test_rows_are_reported_by_gpu(tmp_path):
-    report = clock.Report(tmp_path)
+    report = clock.ClockReport(tmp_path)
     tuned = timed(autotune=True)
     for row in (timed(), timed(device="NVIDIA A100"), timed(length=1024), tuned, timed(), tuned):
         report.add(row)
-    report.save(report.markdown({}))
+    report.write()
     text = (tmp_path / "clock.md").read_text()
     assert text.count("## ") == 2
     assert "## NVIDIA A100, bfloat16, 6 heads of 64" in text
     assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 4
-    plain = clock.cells(timed(), ESTIMATES)
-    other = clock.cells(tuned, ESTIMATES)
-    assert (plain[1], other[1]) == ("full", "full, autotuned")
-    assert plain[2:] == other[2:]
+    plain = cells(timed(), ESTIMATES)
+    other = cells(tuned, ESTIMATES)
+    assert (plain.pop("form"), other.pop("form")) == ("full", "full, autotuned")
+    assert plain == other
 
 
 def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):
@@ -97,4 +105,5 @@ def test_what_it_refuses(capsys, monkeypatch):
         (["--form", "half"], "--form: invalid choice: 'half'"),
         (["lion_s"], "no GPU found; ./run.sh bench gpu estimates without one"),
     ):
-        assert message in refuse(capsys, "bench", "clock", *argv)
+        assert message in refuse(capsys, "bench", "gpu", "--clock", *argv)
+    assert "--kernels: nothing is timed, add --clock" in refuse(capsys, "bench", "gpu", "--kernels", "triton")

@@ -8,8 +8,13 @@ import pytest
 
 from lion.config import ConfigError
 from tests.helpers import ROOT
-from tools.bench import inference, train
-from tools.bench.report import Report
+from tools.bench.clock import ClockReport
+from tools.bench.generate import GenerateReport
+from tools.bench.gpu import GpuReport
+from tools.bench.inference import InferenceReport
+from tools.bench.ops_report import OpsReport
+from tools.bench.sequence import SequenceReport
+from tools.bench.train import TrainReport
 from tools.store import Store, widen
 
 
@@ -84,14 +89,13 @@ def test_tables_beside_the_rows(tmp_path):
     assert Store(store.path, rows=("a",), rates=("a",)).load().tables["rates"] == {(1,): {"a": 1, "rate": 2.0}}
 
 
-def test_the_reports_of_this_repository_can_be_added_to():
+def test_the_reports_of_this_repository_are_made_from_their_rows():
     folder = ROOT / "reports"
-    assert Report(folder).load().settings()
     assert len(Store(folder / "vision.json", rows=("model", "seed")).load().rows) > 10
-    for module, name, key in ((train, "train", ("mixer",)), (inference, "inference", ("size", "form", "chunk_size"))):
-        store = Store(folder / f"{name}.json", later=module.LATER, rows=(*module.SETTING, *key)).load()
-        assert store.rows
-        assert module.markdown(store).count("\n## ") == len(store.groups(module.SETTING))
+    for kind in (OpsReport, TrainReport, InferenceReport, GenerateReport, GpuReport, ClockReport, SequenceReport):
+        report = kind(folder).load()
+        assert report.rows
+        assert report.path.with_suffix(".md").read_text() == report.markdown(), report.name
 
 
 @pytest.mark.parametrize(("values", "span"), [([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)])

@@ -1,7 +1,37 @@
-"""Time the operators of `bench gpu` on this GPU, beside their estimates.
+"""Time the operators of `bench gpu` on this GPU, beside their estimates: `./run.sh bench gpu --clock`."""
 
-    ./run.sh bench clock [MIXER ...] [--form full chunk] [--length 197 1024]
+from __future__ import annotations
 
+import dataclasses
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from lion.config import ConfigError
+from lion.evaluation import timing
+from lion.trainer.compilation import time_products
+from lion.trainer.diagnostics import process_peak
+from tools.bench.engine import Report, Table, collect, fill
+from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, order, q_bytes, seconds
+from tools.bench.operators import OPERATORS, check_operators, softmax
+from tools.gpu.targets import TARGETS
+from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds
+from tools.processes import Send
+from tools.store import Row, digits
+
+SETTING = ("device", "dtype", "heads", "dim")
+CALL = ("name", "form", "length", "batch")
+LATER = ("autotune", "kernels")  # keys that rows of earlier versions lack
+SAME = ("dtype", "heads", "dim", "name", "form", "length")  # fields that a row and its estimate share
+TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
+SPAN = 0.01  # seconds of a measurement, at least
+GRAPH, LAUNCHED = "graph", "launched"
+LEGEND = """\
 A call is a forward and a backward pass of the compiled operator, with its feature map; softmax is PyTorch's SDPA. `us`
 is the time of a call in a CUDA graph, and `no graphs` its time when Python launches every kernel and many calls follow
 one another. `peak / q` is the memory of a call beyond its inputs, in units of q. Rounds are interleaved, and a ratio is
@@ -10,48 +40,7 @@ rows, Inductor took the fastest of its own and the libraries' kernels for every 
 `trainer.autotune` in training). Rows `triton` are the kernels of `lion.ops.kernels` (`--kernels triton`).
 
 Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
-They may count other code than was timed, that of another version of torch or of a later commit.
-
-Results are added to `clock.md` and `clock.json` in runs/bench, or in the folder `--out`; estimates are taken from
-`gpu.json` there.
-"""
-
-from __future__ import annotations
-
-import dataclasses
-import math
-import shlex
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from statistics import median
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from lion.config import ConfigError
-from lion.evaluation.timing import seconds
-from lion.trainer.compilation import time_products
-from lion.trainer.diagnostics import process_peak
-from tools import options
-from tools.bench import gpu as estimates
-from tools.bench.gpu import CASE, DEFAULT, case, order
-from tools.bench.operators import OPERATORS, check_operators, softmax
-from tools.cli import say, table
-from tools.gpu.targets import TARGETS
-from tools.probe import check_compiler, device_name, pick_device, repeat, stamp, time_rounds
-from tools.processes import Send, in_a_process
-from tools.store import Row, Store, digits, pipes
-
-SETTING = ("device", "dtype", "heads", "dim")
-CALL = ("name", "form", "length", "batch")
-LATER = ("autotune", "kernels")  # keys that rows of earlier versions lack
-KEY = (*SETTING, *CALL, *LATER)
-TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
-SPAN = 0.01  # seconds of a measurement, at least
-HEADER = [*CASE, "us", "estimate", "x estimate", "x softmax", "estimated", "no graphs", "peak / q"]
-GRAPH, LAUNCHED = "graph", "launched"
+They may count other code than was timed, that of another version of torch or of a later commit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,63 +60,56 @@ class Job:
     command: str
 
 
-class Report(Store):
-    """Rows of timed operators in `folder/clock.json`."""
+class ClockReport(Report):
+    """Rows of timed operators, beside the estimates in the same folder."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "clock.json", later=LATER, rows=KEY)
+    name = "clock"
+    heading = "Estimates against the clock"
+    command = "bench gpu --clock"
+    legend = LEGEND
+    setting = SETTING
+    key = (*SETTING, *CALL, *LATER)
+    later = LATER
 
-    def markdown(self, counted: dict[tuple, Row]) -> str:
-        parts = ["# Estimates against the clock", "Written by `./run.sh bench clock`.", *__doc__.split("\n\n")[2:-1]]
-        for rows in self.groups(SETTING):
-            parts += [f"## {title(rows[0])}", pipes(HEADER, [cells(r, counted) for r in sorted(rows, key=order)])]
-            parts.append(self.commands(rows))
-        return "\n\n".join(parts) + "\n"
+    def line(self, row: Row) -> str:
+        return f"{1e6 * row[GRAPH]['seconds']:,.0f} us, {row[GRAPH]['ratio']:.2f} x softmax"
+
+    def title(self, row: Row) -> str:
+        return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}"
+
+    def tabled(self, rows: list[Row]) -> Table:
+        counted = GpuReport(self.path.parent).load().rows.values()
+        found = []
+        for row in sorted(rows, key=order):
+            found.append(row | {"estimate": estimate(row, counted)})
+        return fill(COLUMNS, found)
 
 
-def main(argv: list[str]) -> int:
-    args = options.bench_clock(argv)
+def time_operators(args: Namespace, command: str) -> int:
+    """Time the operators that the options of `bench gpu` name; return the exit status."""
     check_operators(args.names)
     if not torch.cuda.is_available():
-        raise ConfigError("bench clock: no GPU found; ./run.sh bench gpu estimates without one")
+        raise ConfigError("--clock: no GPU found; ./run.sh bench gpu estimates without one")
     check_compiler(eager=False)
-    report, command = Report(args.out).load(args.fresh), shlex.join(["./run.sh", "bench", "clock", *argv])
-    counted = estimates.Report(args.out).load().rows
-    jobs = [
-        Job(
-            name=name,
-            form=form,
-            length=length,
-            batch=args.batch or max(1, round(TOKENS / length)),
-            heads=args.heads,
-            dim=args.dim,
-            dtype=args.dtype,
-            rounds=args.rounds,
-            autotune=args.autotune,
-            kernels=args.kernels,
-            command=command,
-        )
-        for name in args.names or DEFAULT
-        for length in sorted(set(args.length))
-        for form in dict.fromkeys(args.form)
-    ]
-    failed = False
-
-    def receive(message: dict[str, Any]) -> None:
-        message.pop("kind")
-        report.add(message)
-        with report.alone():
-            report.save(report.markdown(counted))
-
-    for place, job in enumerate(jobs, 1):
-        say(f"[{place}/{len(jobs)}] {job.name}, {job.form}, {job.length:,} tokens")
-        if problem := in_a_process(measure, job, receive):
-            say(f"  {problem}")
-            failed = True
-    if report.new:
-        rows = sorted((report.rows[key] for key in report.new), key=order)
-        print(f"{title(rows[0])}\n{table(HEADER, [cells(row, counted) for row in rows])}\n{report.files()}")
-    return 1 if failed or not report.new else 0
+    report = ClockReport(args.out).load(args.fresh)
+    jobs = {}
+    for name in args.names or DEFAULT:
+        for length in sorted(set(args.length)):
+            for form in dict.fromkeys(args.form):
+                jobs[f"{name}, {form}, {length:,} tokens"] = Job(
+                    name=name,
+                    form=form,
+                    length=length,
+                    batch=args.batch or max(1, round(TOKENS / length)),
+                    heads=args.heads,
+                    dim=args.dim,
+                    dtype=args.dtype,
+                    rounds=args.rounds,
+                    autotune=args.autotune,
+                    kernels=args.kernels,
+                    command=command,
+                )
+    return collect(report, jobs, measure)
 
 
 def measure(job: Job, send: Send) -> None:
@@ -146,19 +128,26 @@ def measure(job: Job, send: Send) -> None:
     own()
     torch.cuda.empty_cache()
     times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
-    row = {name: getattr(job, name) for name in ("heads", "dim", "dtype", *CALL)}
+    row = {
+        "device": device_name(),
+        "heads": job.heads,
+        "dim": job.dim,
+        "dtype": job.dtype,
+        "name": job.name,
+        "form": job.form,
+        "length": job.length,
+        "batch": job.batch,
+        "peak_bytes": peak,
+    }
     if job.autotune:  # else as in rows of earlier versions
         row["autotune"] = True
     if job.kernels == "triton":
         row["kernels"] = job.kernels
     for how in (GRAPH, LAUNCHED):
-        mine, other = times["own", how], times["softmax", how]
-        row[how] = {
-            "seconds": median(mine),
-            "softmax": median(other),
-            "ratio": median(a / b for a, b in zip(mine, other)),
-        }
-    send({"kind": "row", "device": device_name(), **row, "peak_bytes": peak, **stamp(job.command)})
+        mine = times["own", how]
+        other = times["softmax", how]
+        row[how] = {"seconds": median(mine), "softmax": median(other), "ratio": median(ratios(mine, other))}
+    send({"kind": "row", "row": row | stamp(job.command)})
 
 
 def call(run: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor]) -> Callable[[], object]:
@@ -182,7 +171,7 @@ def clocked(
     for name, once in calls.items():
         for how, fn in ((LAUNCHED, once), (GRAPH, captured(once))):
             fn()
-            count = repeats[name, how] = math.ceil(SPAN / seconds(fn, device))
+            count = repeats[name, how] = math.ceil(SPAN / timing.seconds(fn, device))
             runs[name, how] = partial(repeat, fn, count)
     times = time_rounds(runs, rounds, 60.0, device)
     return {key: [t / repeats[key] for t in values] for key, values in times.items()}
@@ -202,38 +191,60 @@ def captured(once: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def title(row: Row) -> str:
-    return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}"
-
-
-def cells(row: Row, counted: dict[tuple, Row]) -> list[str]:
-    us = 1e6 * row[GRAPH]["seconds"]
-    found = estimate(row, counted)
-    near = ["-", "-"] if found is None else [f"{1e6 * found[0]:,.0f}", f"{us / (1e6 * found[0]):.2f}"]
-    ratio = "-" if found is None else f"{found[0] / found[1]:.2f}"
-    alone = f"{1e6 * row[LAUNCHED]['seconds']:,.0f}"
-    q = math.prod(row[name] for name in ("batch", "heads", "length", "dim")) * getattr(torch, row["dtype"]).itemsize
-    times = [f"{us:,.0f}", *near, f"{row[GRAPH]['ratio']:.2f}", ratio, alone]
-    form = row["form"]
-    if row.get("autotune"):
-        form += ", autotuned"
-    if row.get("kernels"):
-        form += ", triton"
-    return [*case(row | {"form": form}), *times, digits(row["peak_bytes"] / q)]
-
-
-def estimate(row: Row, counted: dict[tuple, Row]) -> tuple[float, float] | None:
-    """Return the estimated seconds of a row and of softmax on its GPU; None without an estimate of the operator."""
+def estimate(row: Row, counted: Iterable[Row]) -> Row:
+    """Return the estimated seconds of a row and of softmax on its GPU, without an estimate of the operator none."""
     device = row["device"].replace(" ", "").lower()
-    target = next((name for name in TARGETS if name in device), None)
-    same = [name for name in (*SETTING, *CALL) if name not in ("device", "batch")]
-    for other in counted.values():
-        if target and alike(other["target"], target) and all(other[name] == row[name] for name in same):
-            scaled = {**estimates.for_batch(other, row["batch"]), "target": target}
-            return estimates.seconds(scaled, "parts", True), estimates.seconds(scaled, "softmax", True)
-    return None
+    for target in TARGETS:
+        if target in device:
+            break
+    else:
+        return {}
+    for other in counted:
+        if alike(other["target"], target) and all(other[name] == row[name] for name in SAME):
+            scaled = for_batch(other, row["batch"]) | {"target": target}
+            return {"seconds": seconds(scaled, "parts", True), "softmax": seconds(scaled, "softmax", True)}
+    return {}
 
 
 def alike(target: str, other: str) -> bool:
     """Return whether Inductor generates the same code for two targets."""
     return TARGETS[target].architecture == TARGETS[other].architecture
+
+
+def form_cell(row: Row) -> str:
+    text = row["form"]
+    if row.get("autotune"):
+        text += ", autotuned"
+    if row.get("kernels"):
+        text += ", triton"
+    return text
+
+
+def estimate_cell(row: Row) -> str | None:
+    if not row["estimate"]:
+        return None
+    return f"{1e6 * row['estimate']['seconds']:,.0f}"
+
+
+def error_cell(row: Row) -> str | None:
+    if not row["estimate"]:
+        return None
+    return f"{row[GRAPH]['seconds'] / row['estimate']['seconds']:.2f}"
+
+
+def ratio_cell(row: Row) -> str | None:
+    if not row["estimate"]:
+        return None
+    return f"{row['estimate']['seconds'] / row['estimate']['softmax']:.2f}"
+
+
+COLUMNS = CASE | {
+    "form": form_cell,
+    "us": lambda row: f"{1e6 * row[GRAPH]['seconds']:,.0f}",
+    "estimate": estimate_cell,
+    "x estimate": error_cell,
+    "x softmax": lambda row: f"{row[GRAPH]['ratio']:.2f}",
+    "estimated": ratio_cell,
+    "no graphs": lambda row: f"{1e6 * row[LAUNCHED]['seconds']:,.0f}",
+    "peak / q": lambda row: digits(row["peak_bytes"] / q_bytes(row)),
+}

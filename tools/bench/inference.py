@@ -1,31 +1,15 @@
 """Measure latency and memory of a model by form and input size (the paper's Figures 1, 3, 4 and 10).
 
-    ./run.sh bench inference RUN|RECIPE [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
-                             [--evaluate N] [--against RECIPE]
-
-The model is that of a run, or of a recipe with random weights, whose data are read only if their sizes are not
-published. It is adapted to every input size: pixels of a square image, or tokens (positions are interpolated). It runs
-without gradients and padding, and compiled except for `blockwise`; `--eager` compiles nothing. Each size has a separate
-process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
-is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
-recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full
-form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one
-attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the
-memory of SDPA and by the size of softmax's attention matrices in one layer, which SDPA does not build. `peak` is the
-peak memory of the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12`
-is the count for one attention layer with one head of the model's width by the paper's formulas. The plot of a run shows
-its latest measurement. `--evaluate N` also measures the task's metric on N random held-out samples of every size, in
-the first variant that has the run's weights.
-
-Results are added to `inference.md`, `inference.json` and `inference_RUN.png` in runs/bench, or in the folder `--out`.
+./run.sh bench inference RUN|RECIPE [--sizes 224,384,512] [--form full chunk rnn blockwise] [--chunk-size 16 64]
+                         [--evaluate N] [--against RECIPE]
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +29,10 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.collect import collect
+from tools.bench.engine import Report, Table, collect, fill, hundredths, mebibytes, typed
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
+from tools.bench.plots import open_sides
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
 from tools.probe import (
     Variant,
@@ -56,20 +41,33 @@ from tools.probe import (
     fits,
     matrix_bytes,
     pick_device,
+    ratios,
     square_bytes,
     stamp,
     time_rounds,
     warm_up,
 )
 from tools.processes import Send, first_line
-from tools.store import Row, Store, digits, pipes
+from tools.store import Row, digits
 
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
 QUADRATIC = "quadratic"
 LATER = ("against", "weights")  # fields that rows of earlier versions lack
 SETTING = ("device", "threads", "run", "batch", "compiled", *LATER)
-KEY = (*SETTING, "size", "form", "chunk_size")
-HEADER = ["tokens", "form", "ms", "x softmax", "peak MiB", "mixer MiB", "x SDPA", "of a matrix"]
+LEGEND = """\
+The model is that of a run, or of a recipe with random weights, whose data are read only if their sizes are not
+published. It is adapted to every input size: pixels of a square image, or tokens (positions are interpolated). It runs
+without gradients and padding, and compiled except for `blockwise`; `--eager` compiles nothing. Each size has a separate
+process with interleaved rounds. `x softmax` is the median over rounds of the time divided by the time of softmax, which
+is the same model with softmax attention (PyTorch's SDPA) and random weights, or with `--against` the model of that
+recipe, as the paper compares Hydra and Vim with DeiT. For Lion-lit and linear_transformer, `quadratic` is their full
+form with decays of 1 and all L x L scores, as in the paper's plots of Lion-lit. `mixer` is the peak memory that one
+attention layer's mixing takes beyond q, k and v, including its output. `x SDPA` and `of a matrix` divide it by the
+memory of SDPA and by the size of softmax's attention matrices in one layer, which SDPA does not build. `peak` is the
+peak memory of the whole model beyond weights and inputs. `mixer` and `peak` count the bytes of tensors. `MFLOP, C.12`
+is the count for one attention layer with one head of the model's width by the paper's formulas. The plot of a run shows
+its latest measurement. `--evaluate N` also measures the task's metric on N random held-out samples of every size, in
+the first variant that has the run's weights."""
 DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with decay sigmoid(a) per head, and the `a` whose decay is 1
 FARTHEST = 65  # range of the search for the nearest valid size
 
@@ -91,6 +89,59 @@ class Job:
     command: str
 
 
+class InferenceReport(Report):
+    """Rows of models by form and size, with a plot for each run."""
+
+    name = "inference"
+    heading = "Inference by form and size"
+    command = "bench inference"
+    legend = LEGEND
+    setting = SETTING
+    key = (*SETTING, "size", "form", "chunk_size")
+    later = LATER
+
+    def line(self, row: Row) -> str:
+        text = f"{form_of(row)}, {row['tokens']:,} tokens: {digits(row['ms'])} ms"
+        if row["ratio"] is not None:
+            text += f", {row['ratio']:.2f} x softmax"
+        if row["mixer_bytes"] is not None:
+            text += f", mixer {digits(row['mixer_bytes'] / 2**20)} MiB"
+        return text
+
+    def title(self, row: Row) -> str:
+        text = f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, "
+        text += "compiled" if row["compiled"] else "eager"
+        if row.get("against"):
+            text += f"; softmax is {row['against']}"
+        return text
+
+    def tabled(self, rows: list[Row]) -> Table:
+        """Return the table of the rows, ordered by size; forms stay in the order in which they were measured."""
+        softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
+        columns = {rows[0]["unit"]: lambda row: str(row["size"]), **COLUMNS}
+        columns["x SDPA"] = lambda row: share(row["mixer_bytes"], softmax.get(row["size"]))
+        columns["of a matrix"] = lambda row: share(row["mixer_bytes"], row["matrix_bytes"])
+        if any("dim" in row for row in rows):
+            columns["MFLOP, C.12"] = mega_flops
+        for row in rows:
+            if "metric" in row:
+                columns[row["metric"]] = lambda row: row.get("shown", "")
+        return fill(columns, sorted(rows, key=by_size))
+
+    def section(self, rows: list[Row]) -> list[str]:
+        title, text, commands = super().section(rows)
+        return [title, f"![curves]({self.picture_of(rows).name})", text, commands]
+
+    def picture_of(self, rows: list[Row]) -> Path:
+        return self.path.with_name(f"inference_{rows[0]['run']}.png")
+
+    def pictures(self) -> list[Path | None]:
+        """Draw the plot of the setting measured last."""
+        rows = self.groups(SETTING)[0]
+        title = f"{self.title(rows[0])}, torch {rows[0]['torch']}"
+        return [self.draw(self.picture_of(rows), (16, 4.8), partial(curves, rows=rows, title=title))]
+
+
 def main(argv: list[str]) -> int:
     args = options.bench_inference(argv)
     check_compiler(args.eager)
@@ -105,26 +156,26 @@ def main(argv: list[str]) -> int:
         if not loaded.checkpoint:
             raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
-    report = Store(args.out / "inference.json", later=LATER, rows=KEY).load(args.fresh)
+    report = InferenceReport(args.out).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
-    jobs = {
-        f"{size} {loaded.task.info.size_unit}": Job(
-            run=args.run,
-            variants=tuple(variants(loaded, args.form, args.chunk_size)),
-            size=size,
-            batch=args.batch,
-            rounds=args.rounds,
-            seconds=args.seconds,
-            threads=torch.get_num_threads(),
-            eager=args.eager,
-            samples=args.samples,
-            against=args.against,
-            command=shlex.join(["./run.sh", "bench", "inference", *argv]),
-        )
-        for size in args.sizes
-    }
-    return collect(report, jobs, measure, line=line, title=title, tabled=tabled, markdown=markdown, draw=draw)
+    job = Job(
+        run=args.run,
+        variants=tuple(variants(loaded, args.form, args.chunk_size)),
+        size=0,
+        batch=args.batch,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        threads=torch.get_num_threads(),
+        eager=args.eager,
+        samples=args.samples,
+        against=args.against,
+        command=typed("bench inference", argv),
+    )
+    jobs = {}
+    for size in args.sizes:
+        jobs[f"{size} {loaded.task.info.size_unit}"] = dataclasses.replace(job, size=size)
+    return collect(report, jobs, measure)
 
 
 def open_model(name: str) -> LoadedRun:
@@ -133,7 +184,8 @@ def open_model(name: str) -> LoadedRun:
     Raises:
         ConfigError: There is neither such a run nor such a recipe.
     """
-    if (recipe := recipe_unless_run(name)) is None:
+    recipe = recipe_unless_run(name)
+    if recipe is None:
         return open_run(name)
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     seed_everything(recipe.seed)  # every process has the same weights
@@ -143,14 +195,23 @@ def open_model(name: str) -> LoadedRun:
 
 def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> list[Variant]:
     """Return the variants to measure: softmax first, then those of `forms` that exist for the run's mixer."""
+    found = [Variant(SOFTMAX)]
     if loaded.recipe.model.mixer == SOFTMAX:
-        return [Variant(SOFTMAX)]
-    found, offered = [Variant(SOFTMAX)], forms_of(loaded.model)
+        return found
+    offered = forms_of(loaded.model)
     for form in options.INFERENCE_FORMS:
-        if form in forms and {BLOCKWISE: "full"}.get(form, form) in offered:
-            found += [Variant(form)] if form == "full" else [Variant(form, size) for size in chunk_sizes]
+        needed = "full" if form == BLOCKWISE else form
+        if form not in forms or needed not in offered:
+            continue
+        if form == "full":
+            found.append(Variant(form))
+            continue
+        for size in chunk_sizes:
+            found.append(Variant(form, size))
     plain = MIXERS[loaded.recipe.model.mixer].layer is LionAttention  # no features that Lion-D lacks
-    return [*found, Variant(QUADRATIC)] if plain and no_decay(loaded) else found
+    if plain and no_decay(loaded):
+        found.append(Variant(QUADRATIC))
+    return found
 
 
 def no_decay(loaded: LoadedRun) -> bool:
@@ -180,10 +241,14 @@ def check_size(loaded: LoadedRun, size: int) -> None:
         adapted, own = model.adapt(weights, loaded.model), model.state_dict()
         return all(adapted[name].shape == own[name].shape for name in own if name in adapted)
 
-    if not suits(size):
-        near = (n for distance in range(1, FARTHEST) for n in (size - distance, size + distance))
-        hint = next((f", nearest: {n}" for n in near if n > 0 and suits(n)), "")
-        raise ConfigError(f"--sizes: {size} {loaded.task.info.size_unit} does not suit the run's model{hint}")
+    if suits(size):
+        return
+    text = f"--sizes: {size} {loaded.task.info.size_unit} does not suit the run's model"
+    for distance in range(1, FARTHEST):
+        for near in (size - distance, size + distance):
+            if near > 0 and suits(near):
+                raise ConfigError(f"{text}, nearest: {near}")
+    raise ConfigError(text)
 
 
 def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = None) -> tuple[Task, Model]:
@@ -192,7 +257,8 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
     own = variant.form != SOFTMAX or (config.mixer == SOFTMAX and against is None)
     if not own:
         config = softmax_beside(config, against, task)
-        if (most := getattr(config, "max_positions", None)) is not None:  # random weights, for samples of any length
+        most = getattr(config, "max_positions", None)
+        if most is not None:  # random weights, for samples of any length
             config = dataclasses.replace(config, max_positions=max(most, size))
     elif variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
         config = dataclasses.replace(config.resolved(), mixer=DECAYED)
@@ -200,10 +266,12 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
     if own:
         weights = model.adapt(loaded.model.state_dict(), loaded.model)
         if variant.form == QUADRATIC:
-            fixed = {name: part for name, part in model.named_modules() if isinstance(part, FixedDecay)}
-            weights |= {f"{name}.a": torch.full_like(part.a, LAMBDA_1) for name, part in fixed.items()}
+            for name, part in model.named_modules():
+                if isinstance(part, FixedDecay):
+                    weights[f"{name}.a"] = torch.full_like(part.a, LAMBDA_1)
         model.load_state_dict(weights)
-        set_form(model, "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form, variant.chunk_size)
+        form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
+        set_form(model, form, variant.chunk_size)
         if variant.form == BLOCKWISE:
             use_blockwise(model)
     return task, model
@@ -212,11 +280,16 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
 def measure(job: Job, send: Send) -> None:
     """Measure memory (and the metric) of every variant, then time all variants in rounds."""
     torch.set_num_threads(job.threads)
-    device, loaded = pick_device(), open_model(job.run)
+    device = pick_device()
+    loaded = open_model(job.run)
+    weights = digest(loaded.model) if loaded.checkpoint else None
+    trained = job.variants[0]  # or the first after softmax, whose weights are random
+    if trained.form == SOFTMAX and len(job.variants) > 1:
+        trained = job.variants[1]
+    matrix = 0
+    failed = None
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
     rows: dict[Variant, Row] = {}
-    matrix, failed, weights = 0, None, digest(loaded.model) if loaded.checkpoint else None
-    trained = next((v for v in job.variants if v.form != SOFTMAX), job.variants[0])  # has the run's weights
     for variant in job.variants:
         task, model = build(loaded, job.size, variant, job.against)
         tokens, heads = model.length, model.config.num_heads
@@ -272,46 +345,40 @@ def measure(job: Job, send: Send) -> None:
             **stamp(job.command),
         }
     times = time_rounds(runs, job.rounds, job.seconds, device)
-    base = times.get(Variant(SOFTMAX))
+    softmax = times.get(Variant(SOFTMAX))
     for variant, row in rows.items():
         row["ms"] = 1e3 * statistics.median(times[variant])
-        row["ratio"] = statistics.median(t / s for t, s in zip(times[variant], base)) if base else None
-        send({"kind": "row", **row})
+        row["ratio"] = None
+        if softmax:
+            row["ratio"] = statistics.median(ratios(times[variant], softmax))
+        send({"kind": "row", "row": row})
     if failed:  # raised now, so that no time is lost
         raise failed
-
-
-def line(row: Row) -> str:
-    mixer = "" if row["mixer_bytes"] is None else f", mixer {digits(row['mixer_bytes'] / 2**20)} MiB"
-    ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f} x softmax"
-    return f"{form_of(row)}, {row['tokens']:,} tokens: {digits(row['ms'])} ms{ratio}{mixer}"
-
-
-def title(row: Row) -> str:
-    how = "compiled" if row["compiled"] else "eager"
-    softmax = f"; softmax is {row['against']}" if row.get("against") else ""
-    return f"{row['run']}, batch {row['batch']}: {row['device']}, {row['threads']} threads, float32, {how}{softmax}"
 
 
 def form_of(row: Row) -> str:
     return str(Variant(row["form"], row["chunk_size"]))
 
 
-def tabled(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table, ordered by size."""
-    softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
-    metric = next((row["metric"] for row in rows if "metric" in row), None)
-    counted = any("dim" in row for row in rows)
-    out = []
-    for row in sorted(rows, key=lambda r: r["size"]):  # forms stay in the order in which they were measured
-        mib = ["-" if row[n] is None else digits(row[n] / 2**20) for n in ("peak_bytes", "mixer_bytes")]
-        bases = (softmax.get(row["size"]), row["matrix_bytes"])
-        shares = [digits(row["mixer_bytes"] / base) if row["mixer_bytes"] and base else "-" for base in bases]
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        size = [str(row["size"]), f"{row['tokens']:,}", form_of(row)]
-        more = [mega_flops(row)] * counted + [row.get("shown", "")] * (metric is not None)
-        out.append([*size, digits(row["ms"]), ratio, *mib, *shares, *more])
-    return [rows[0]["unit"], *HEADER, *["MFLOP, C.12"] * counted, *([metric] if metric else [])], out
+def by_size(row: Row) -> int:
+    return row["size"]
+
+
+def share(size: int | None, base: int | None) -> str:
+    """Return a size divided by a base, "-" if one of them is not known or 0."""
+    if not size or not base:
+        return "-"
+    return digits(size / base)
+
+
+COLUMNS = {
+    "tokens": lambda row: f"{row['tokens']:,}",
+    "form": form_of,
+    "ms": lambda row: digits(row["ms"]),
+    "x softmax": lambda row: hundredths(row["ratio"]),
+    "peak MiB": lambda row: mebibytes(row["peak_bytes"]),
+    "mixer MiB": lambda row: mebibytes(row["mixer_bytes"]),
+}
 
 
 def mega_flops(row: Row) -> str:
@@ -322,41 +389,29 @@ def mega_flops(row: Row) -> str:
     return digits((softmax if row["form"] == SOFTMAX else rnn) / 1e6)
 
 
-def markdown(report: Store) -> str:
-    parts = ["# Inference by form and size", "Written by `./run.sh bench inference`.", __doc__.split("\n\n")[2].strip()]
-    for rows in report.groups(SETTING):
-        picture = picture_of(report, rows).name
-        parts += [f"## {title(rows[0])}", f"![curves]({picture})", pipes(*tabled(rows)), report.commands(rows)]
-    return "\n\n".join(parts) + "\n"
-
-
-def picture_of(report: Store, rows: list[Row]) -> Path:
-    return report.path.with_name(f"inference_{rows[0]['run']}.png")
-
-
-def draw(report: Store) -> Path | None:
-    """Draw the plot of the setting measured last."""
-    rows = report.groups(SETTING)[0]
-    return report.draw(picture_of(report, rows), (16, 4.8), lambda fig: curves(fig, rows))
-
-
-def curves(fig: Any, rows: list[Row]) -> None:
+def curves(fig: Any, rows: list[Row], title: str) -> None:
     """Plot latency, peak memory and the memory of one layer's mixing over the input size."""
     panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
     panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
-    forms = list(dict.fromkeys(form_of(row) for row in rows))
+    rows = sorted(rows, key=by_size)
+    ticks = sorted({row["size"] for row in rows})
     for ax, (value, scale, text) in zip(fig.subplots(1, 3), panels):
-        for form in forms:
-            own = sorted((r for r in rows if form_of(r) == form and r[value]), key=lambda r: r["size"])
-            style = {"color": "black", "linewidth": 2.2} if form == SOFTMAX else {"linewidth": 1.6}
-            ax.plot([r["size"] for r in own], [r[value] / scale for r in own], "o-", label=form, markersize=4, **style)
+        lines: dict[str, list[Row]] = {}
+        for row in rows:
+            line = lines.setdefault(form_of(row), [])
+            if row[value]:
+                line.append(row)
+        for form, own in lines.items():
+            style = {"label": form, "markersize": 4, "linewidth": 1.6}
+            if form == SOFTMAX:
+                style |= {"color": "black", "linewidth": 2.2}
+            ax.plot([row["size"] for row in own], [row[value] / scale for row in own], "o-", **style)
         if value == "mixer_bytes":
-            own = {r["size"]: r["matrix_bytes"] / scale for r in sorted(rows, key=lambda r: r["size"])}
-            ax.plot(list(own), list(own.values()), ":", color="0.4", label="attention matrix")
-        ticks = sorted({row["size"] for row in rows})
+            matrices = {row["size"]: row["matrix_bytes"] / scale for row in rows}
+            ax.plot(matrices.keys(), matrices.values(), ":", color="0.4", label="attention matrix")
         ax.set(yscale="log", title=text, xlabel=f"size, {rows[0]['unit']}")
-        ax.set_xticks(ticks, [str(t) for t in ticks], rotation=45)
+        ax.set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
         ax.grid(True, which="both", color="0.9", linewidth=0.7)
-        ax.spines[["top", "right"]].set_visible(False)
+        open_sides(ax)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    fig.suptitle(f"{title(rows[0])}, torch {rows[0]['torch']}", fontsize=10)
+    fig.suptitle(title, fontsize=10)

@@ -2,55 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.bench import clock
-from tools.bench.report import STYLES, Report
+from tools.bench.plots import open_sides
 from tools.colours import colour_of
 from tools.store import Row
 
-LINES = {  # (mixer, form): label in the plot, and colour
-    ("sdpa", "sdpa"): ("softmax (SDPA)", colour_of("sdpa")),
-    ("lion_lit", "full"): ("Lion-lit, full", colour_of("lion_lit")),
-    ("lion_s", "full"): ("Lion-S, full", colour_of("lion_s")),
-    ("lion_s", "chunk"): ("Lion-S, chunk", colour_of("lion_s")),
-    ("lion_s", "rnn"): ("Lion-S, rnn", colour_of("lion_s")),
+LINES = {  # (mixer, form): label in the plot
+    ("sdpa", "sdpa"): "softmax (SDPA)",
+    ("lion_lit", "full"): "Lion-lit, full",
+    ("lion_s", "full"): "Lion-S, full",
+    ("lion_s", "chunk"): "Lion-S, chunk",
+    ("lion_s", "rnn"): "Lion-S, rnn",
 }
 ON_GPUS = {"lion_lit": "Lion-lit, GPUs", "lion_s": "Lion-S, GPUs"}  # label in the plot; the faster form at each length
 PASSES = {"both": "Training", "forward": "Inference"}
+STYLES = {"full": ("-", "o"), "chunk": ((0, (5, 2)), "s"), "rnn": (":", "^")}  # dashes and marker of each form
 
 
-def draw(report: Report) -> Path | None:
-    """Draw `lengths.png` beside the report, for the widest setting; return the file, or None without matplotlib.
+class Line(NamedTuple):
+    """A line of a panel: its mixer and form, the lengths, and the values."""
 
-    Points of GPUs are those that `bench clock` has stored in the same folder.
-    """
-    path = report.path.with_name("lengths.png")
-    clocked = list(clock.Report(report.path.parent).load().rows.values())
-    return report.draw(path, (9, 5.2), lambda fig: picture(fig, report.widest(), clocked))
+    mixer: str
+    form: str
+    lengths: list[int]
+    values: list[float]
 
 
-def panels(rows: list[Row], which: str) -> dict[str, list[tuple[tuple[str, str], list[int], list[float]]]]:
-    """Return the lines of each panel, by the title of the panel: (mixer, form), lengths and values.
+def panels(rows: list[Row], which: str) -> dict[str, list[Line]]:
+    """Return the lines of the panels of a pass, by the title of the panel.
 
     A line without measurements is left out. Of several chunk sizes, the one with the most lengths is drawn.
     """
-    found = {f"{PASSES[which]}: time over softmax's": [], f"{PASSES[which]}: memory, KiB a token": []}
-    for line in LINES:
-        own = [r for r in rows if (r["mixer"], r["form"]) == line and r["pass"] == which]
-        sizes = [r["chunk_size"] for r in own]
-        own = [r for r in own if r["chunk_size"] == max(sizes, key=sizes.count)]
-        ratios = [(r["length"], r["ratio"]) for r in own]
-        memory = [(r["length"], r["peak_bytes"] / 2**10 / (r["batch"] * r["length"])) for r in own if r["peak_bytes"]]
-        for lines, points in zip(found.values(), (ratios, memory)):
-            if points:
-                lines.append((line, *map(list, zip(*points))))
-    return found
+    times: list[Line] = []
+    memory: list[Line] = []
+    for mixer, form in LINES:
+        own = [row for row in rows if (row["mixer"], row["form"], row["pass"]) == (mixer, form, which)]
+        if not own:
+            continue
+        sizes = [row["chunk_size"] for row in own]
+        most = max(sizes, key=sizes.count)
+        own = [row for row in own if row["chunk_size"] == most]
+        times.append(Line(mixer, form, [row["length"] for row in own], [row["ratio"] for row in own]))
+        own = [row for row in own if row["peak_bytes"]]
+        if own:
+            values = [row["peak_bytes"] / 2**10 / (row["batch"] * row["length"]) for row in own]
+            memory.append(Line(mixer, form, [row["length"] for row in own], values))
+    return {f"{PASSES[which]}: time over softmax's": times, f"{PASSES[which]}: memory, KiB a token": memory}
 
 
-def fastest_on_gpus(clocked: list[Row], mixer: str) -> dict[int, float]:
-    """Return the time of training over softmax's by length, of the fastest form on any GPU, as `bench clock` has it."""
+def fastest_on_gpus(clocked: Iterable[Row], mixer: str) -> dict[int, float]:
+    """Return the time of training over softmax's by length, of the fastest form on any GPU, as `bench gpu` timed it."""
     found: dict[int, float] = {}
     for row in clocked:
         if row["name"] == mixer and not row.get("autotune"):
@@ -59,31 +64,31 @@ def fastest_on_gpus(clocked: list[Row], mixer: str) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def picture(fig: Any, rows: list[Row], clocked: list[Row]) -> None:
-    lengths = sorted({r["length"] for r in rows})
+def picture(fig: Any, rows: list[Row], folder: Path) -> None:
+    """Plot time and memory over length, with the points of GPUs that `bench gpu --clock` has stored in the folder."""
+    clocked = list(clock.ClockReport(folder).load().rows.values())
+    lengths = sorted({row["length"] for row in rows})
     labelled = {}
     for axes, which in zip(fig.subplots(2, 2, sharex=True), PASSES):
         for ax, (title, lines) in zip(axes, panels(rows, which).items()):
-            for line, x, y in lines:
-                label, colour = LINES[line]
-                dashes, marker = STYLES.get(line[1], ("-", ""))
-                (labelled[label],) = ax.plot(
-                    x, y, label=label, color=colour, linestyle=dashes, marker=marker, markersize=4
-                )
+            for line in lines:
+                label = LINES[line.mixer, line.form]
+                dashes, marker = STYLES.get(line.form, ("-", ""))
+                look = {"color": colour_of(line.mixer), "linestyle": dashes, "marker": marker, "markersize": 4}
+                labelled[label] = ax.plot(line.lengths, line.values, label=label, **look)[0]
             ax.set(xscale="log", yscale="log" if lines else "linear")
             ax.set_title(title, fontsize=10)
             ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45, fontsize=8)
             ax.minorticks_off()
             ax.yaxis.set_major_formatter("{x:,g}")
             ax.grid(True, color="0.88", linewidth=0.7)
-            ax.spines[["top", "right"]].set_visible(False)
+            open_sides(ax)
         if which == "both":
             for mixer, label in ON_GPUS.items():
                 points = fastest_on_gpus(clocked, mixer)
                 if points:
-                    (labelled[label],) = axes[0].plot(
-                        points.keys(), points.values(), color=colour_of(mixer), linestyle="", marker="*", markersize=9
-                    )
+                    look = {"color": colour_of(mixer), "linestyle": "", "marker": "*", "markersize": 9}
+                    labelled[label] = axes[0].plot(points.keys(), points.values(), **look)[0]
     fig.supxlabel("tokens", fontsize=10)
     title = f"Linear attention beside softmax attention (PyTorch's SDPA)\n{where(rows[0])}"
     names = sorted({row["device"] for row in clocked if row["name"] in ON_GPUS})

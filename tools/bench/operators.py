@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,6 +167,14 @@ def check_operators(names: Sequence[str]) -> None:
     for name in names:
         if name not in OPERATORS:
             raise ConfigError(f"unknown mixer {name!r}, {nearest(name, OPERATORS)}")
+
+
+def rank(names: Iterable[str], name: str) -> int:
+    """Return the position of a name, from 1; 0 for a name that is not listed (SDPA)."""
+    for place, known in enumerate(names, 1):
+        if known == name:
+            return place
+    return 0
 
 
 def softmax(tensors: dict[str, Tensor]) -> Tensor:

@@ -19,7 +19,6 @@ A long measurement can be split into several commands, and Ctrl-C keeps the rows
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,10 +30,10 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
 from tools import options
-from tools.bench import lengths
+from tools.bench.engine import collect, typed
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator, check_operators, softmax
-from tools.bench.report import Report
+from tools.bench.ops_report import PASSES, OpsReport
 from tools.cli import say
 from tools.probe import (
     Variant,
@@ -42,13 +41,14 @@ from tools.probe import (
     device_name,
     fits,
     pick_device,
+    ratios,
     square_bytes,
     stamp,
     step,
     time_rounds,
     warm_up,
 )
-from tools.processes import Send, first_line, in_a_process
+from tools.processes import Send, first_line
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "gla")  # no decay; a number per head; a number per token; a vector per token
 CHECKED = 130  # tokens in the check against the definition: a few chunks, the last one partial
@@ -87,6 +87,18 @@ class Job:
             "eager": self.eager,
         }
 
+    def note(self, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> dict[str, Any]:
+        """Return the message that a measurement was not made, with the reason `text`."""
+        what = self.mixer
+        key = {"mixer": self.mixer, "form": None, "chunk_size": None, "length": None, "pass": None, **where}
+        if variant is not None:
+            what += f" {variant}"
+            key |= variant._asdict()
+        if "length" in where:
+            what += f", {where['length']:,} tokens"
+        row = self.about() | key | {"text": f"{what}: {text}"}
+        return {"kind": "missing", "row": row, "text": row["text"], "failed": failed}
+
 
 SDPA = Variant("sdpa")
 
@@ -98,14 +110,14 @@ def main(argv: list[str]) -> int:
     if set(args.form) == {"rnn"} and "forward" not in args.passes:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
-    report = Report(args.out).load(args.fresh)
+    report = OpsReport(args.out).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
     job = Job(
         mixer="",
         forms=tuple(dict.fromkeys(args.form)),
         lengths=tuple(sorted(set(args.length))),
-        passes=tuple(p for p in ("forward", "both") if p in args.passes),
+        passes=tuple(name for name in PASSES if name in args.passes),
         chunk_sizes=tuple(dict.fromkeys(args.chunk_size)),
         heads=args.heads,
         dim=args.dim,
@@ -116,92 +128,66 @@ def main(argv: list[str]) -> int:
         eager=args.eager,
         threads=torch.get_num_threads(),
         rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
-        command=shlex.join(["./run.sh", "bench", "ops", *argv]),
+        command=typed("bench ops", argv),
     )
     report.add({**job.about(), **job.rates}, "rates")
     say(report.rates_line(job.about()))
-    mixers = tuple(OPERATORS) if "all" in asked else tuple(name for name in OPERATORS if name in asked)
-    failed = False
-
-    def receive(message: dict[str, Any]) -> None:
-        nonlocal failed
-        kind = message.pop("kind")
-        if kind == "row":
-            report.add(message)
-            say(f"  {report.line(message)}")
-        elif kind == "note":
-            failed |= message.pop("failed")
-            report.add(message, "notes")
-            say(f"  {message['text']}")
-        elif kind == "saved":
-            report.write()
-        else:
-            say(message["text"])
-
-    try:
-        for place, mixer in enumerate(mixers, 1):
-            say(f"[{place}/{len(mixers)}] {mixer}")
-            one = replace(job, mixer=mixer)  # a process per mixer: many mixers exceed the compile cache
-            problem = in_a_process(measure, one, receive)
-            if problem:
-                receive(note(one, problem, failed=True))
-    finally:  # after Ctrl-C, rows measured so far are still written
-        if report.new:
-            report.write()
-            print(report.terminal())
-            print(report.files_and(report.draw_widest(), lengths.draw(report)))
-    if not report.new:
-        say("no measurements were made")
-    return 1 if failed or not report.new else 0
+    jobs = {}  # a process for each mixer: many mixers exceed the compile cache
+    for name in OPERATORS:
+        if name in asked or "all" in asked:
+            jobs[name] = replace(job, mixer=name)
+    return collect(report, jobs, measure)
 
 
 def measure(job: Job, send: Send) -> None:
-    """Verify every form of a mixer, then time the forms that passed; send rows, notes and progress messages."""
+    """Verify every form of a mixer, then time the forms that passed; send rows and notes."""
     torch.set_num_threads(job.threads)
     torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
     device = pick_device()
     errors = verify_all(job, device, send)
-    for length in job.lengths if errors else ():
+    if not errors:
+        return
+    for length in job.lengths:
         for which in job.passes:
             torch._dynamo.reset()  # the compile cache holds the variants of one length, not of all lengths
             for row in time_length(job, length, which, errors, device, send):
-                send({"kind": "row", **row})
-            send({"kind": "saved"})
-
-
-def note(job: Job, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> dict[str, Any]:
-    """Return a note about a measurement that was not made, with the reason `text`."""
-    form, chunk_size = variant or (None, None)
-    what = " ".join(str(x) for x in (job.mixer, variant) if x)
-    if "length" in where:
-        what += f", {where['length']:,} tokens"
-    key = {"mixer": job.mixer, "form": form, "chunk_size": chunk_size, "length": None, "pass": None, **where}
-    return {"kind": "note", **job.about(), **key, "text": f"{what}: {text}", "failed": failed}
+                send({"kind": "row", "row": row})
+            send({"kind": "write"})
 
 
 def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, float]:
     """Return the error of each correct form against the definition; send notes about wrong and missing forms."""
-    found = {}
-    send({"kind": "progress", "text": f"  verifying {', '.join(job.forms)}"})
+    send({"kind": "note", "text": f"verifying {', '.join(job.forms)}"})
     operator = OPERATORS[job.mixer]
     inside = device.type == "cuda"
     tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32, featurized=not inside)
     exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
     expected = operator.definition(exact, fixed)
+    found = {}
+    for variant in variants(job):
+        try:
+            with torch.inference_mode():
+                got = build(job, variant, fixed)(tensors).cpu().double()
+        except Exception as error:
+            send(job.note(f"not verified: {first_line(error)}", failed=True, variant=variant))
+            continue
+        error = ((got - expected).abs().max() / expected.abs().max()).item()
+        if error <= TOLERANCE:  # also false for NaN
+            found[variant] = error
+        else:
+            send(job.note(f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
+    return found
+
+
+def variants(job: Job) -> list[Variant]:
+    """Return the forms of a job, those of chunks in every chunk size."""
+    found = []
     for form in job.forms:
-        for size in job.chunk_sizes if form != "full" else (None,):
-            variant = Variant(form, size)
-            try:
-                with torch.inference_mode():
-                    got = build(job, variant, fixed)(tensors).cpu().double()
-            except Exception as error:
-                send(note(job, f"not verified: {first_line(error)}", failed=True, variant=variant))
-                continue
-            error = ((got - expected).abs().max() / expected.abs().max()).item()
-            if error <= TOLERANCE:  # also false for NaN
-                found[variant] = error
-            else:
-                send(note(job, f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
+        if form == "full":
+            found.append(Variant(form))
+            continue
+        for size in job.chunk_sizes:
+            found.append(Variant(form, size))
     return found
 
 
@@ -220,32 +206,36 @@ def time_length(
     job: Job, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
 ) -> list[dict[str, Any]]:
     """Time one length and pass; return the rows, the row of SDPA first."""
-    batch, operator = max(1, job.tokens // length), OPERATORS[job.mixer]
-    dtype, inside = getattr(torch, job.dtype), device.type == "cuda"
+    batch = max(1, job.tokens // length)
+    operator = OPERATORS[job.mixer]
+    dtype = getattr(torch, job.dtype)
+    inside = device.type == "cuda"
     tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, dtype, featurized=not inside)
     where = {"length": length, "pass": which}
     runs, rows = {}, {}
-    send({"kind": "progress", "text": f"  {length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})
+    send({"kind": "note", "text": f"{length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})
     for variant in (SDPA, *errors):
         if variant.form == "rnn" and which == "both":
             continue
         square = square_of(variant, operator, tensors, which)
         if not fits(square, device):
             short = f"its L x L matrices take about {square / 2**30:.0f} GiB, more than is free"
-            send(note(job, short, failed=False, variant=variant, **where))
+            send(job.note(short, failed=False, variant=variant, **where))
             continue
-        run = softmax if variant is SDPA else build(job, variant, fixed)
-        used = tensors if variant is not SDPA else {n: tensors[n] for n in "qkv"}
+        run, used = build(job, variant, fixed), tensors
+        if variant is SDPA:
+            run, used = softmax, {name: tensors[name] for name in "qkv"}
         try:
             once, out = step(run, used, which)
             warm_up(once, device)
             peak = process_peak(once, device)
         except Exception as error:
-            send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
+            send(job.note(f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue
         runs[variant] = once
-        size = Size(*tensors["q"].shape, variant.chunk_size or 1, 2 if operator.direction == "both" else 1)
-        work = flops(variant.form, operator.kind(tensors), which, size._replace(scans=len(operator.scans)))
+        directions = 2 if operator.direction == "both" else 1
+        size = Size(*tensors["q"].shape, variant.chunk_size or 1, directions, len(operator.scans))
+        work = flops(variant.form, operator.kind(tensors), which, size)
         moved = traffic(used.values(), out, which)
         rows[variant] = {
             "mixer": "sdpa" if variant is SDPA else job.mixer,
@@ -266,11 +256,11 @@ def time_length(
         return []
     times = time_rounds(runs, job.rounds, job.seconds, device)
     for variant, row in rows.items():
-        ratios = [t / s for t, s in zip(times[variant], times[SDPA])]
+        found = ratios(times[variant], times[SDPA])
         row["ms"] = 1e3 * statistics.median(times[variant])
         row["sdpa_ms"] = 1e3 * statistics.median(times[SDPA])
-        row["ratio"] = statistics.median(ratios)
-        row["rounds"] = [round(r, 5) for r in ratios]
+        row["ratio"] = statistics.median(found)
+        row["rounds"] = [round(ratio, 5) for ratio in found]
     return list(rows.values())
 
 

@@ -1,19 +1,7 @@
 """Time whole training steps relative to softmax attention (the paper's Table 2) and to a model without mixing.
 
-    ./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--against RECIPE]
-        [--set key=value ...]
-
-A step is the trainer's step on a batch of noise: MixUp or masking, forward, backward, gradient clipping and optimizer.
-It is compiled, in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` are set.
-All recipes must have the same shape (dim, depth, heads, dropout, ..). The same model is also timed with softmax, whose
-ratio is 1, and without a mixer (every layer passes v on), which is the lower bound. `--plain` adds softmax in plain
-eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row, as the
-paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time
-divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
-comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, of LION in plain PyTorch and of
-Hydra and Vim with the kernels of their authors.
-
-Results are added to `train.md` and `train.json` in runs/bench, or in the folder `--out`.
+./run.sh bench train RECIPE [RECIPE ...] [--size 224 512] [--batch N] [--plain] [--against RECIPE]
+    [--set key=value ...]
 """
 
 from __future__ import annotations
@@ -26,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import yaml
@@ -45,17 +32,27 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime
 from tools import options
+from tools.bench.engine import Report, Table, collect, fill, typed
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
-from tools.cli import say, table
 from tools.compose import describe_data, make_task, resolve
-from tools.probe import check_compiler, device_name, pick_device, stamp, time_rounds, warm_up
-from tools.processes import Send, in_a_process
-from tools.store import Store, digits, pipes
+from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, warm_up
+from tools.processes import Send
+from tools.store import Row, digits
 
 FLOOR = "without a mixer"
+TOKENS = {"cuda": 50_000, "cpu": 1_600}  # of a batch, approximately
 LATER = ("overrides",)  # fields that rows of earlier versions lack
 SETTING = ("device", "threads", "precision", "matmul", "compiled", "model", "shape", "size", "batch", *LATER)
-HEADER = ["mixer", "x softmax", "paper: x softmax", "x plain", "against", "ms a step", "tokens/s", "peak GiB"]
+LEGEND = """\
+A step is the trainer's step on a batch of noise: MixUp or masking, forward, backward, gradient clipping and optimizer.
+It is compiled, in the recipe's precision on a GPU and in float32 on a CPU, unless `--precision` or `--matmul` are set.
+All recipes must have the same shape (dim, depth, heads, dropout, ..). The same model is also timed with softmax, whose
+ratio is 1, and without a mixer (every layer passes v on), which is the lower bound. `--plain` adds softmax in plain
+eager PyTorch (`tools/bench/plain.py`). `--against` adds a model of any shape, which is compared but has no row, as the
+paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the median over rounds of a step's time
+divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
+comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, of LION in plain PyTorch and of
+Hydra and Vim with the kernels of their authors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,55 +74,63 @@ class Job:
     command: str
 
 
+class TrainReport(Report):
+    """Rows of training steps, with softmax's and the paper's ratios beside them."""
+
+    name = "train"
+    heading = "Training steps against softmax"
+    command = "bench train"
+    legend = LEGEND
+    setting = SETTING
+    key = (*SETTING, "mixer")
+    later = LATER
+
+    def line(self, row: Row) -> str:
+        return f"{row['mixer']}: {digits(row['ms'])} ms a step, {row['ratio']:.2f} x softmax"
+
+    def title(self, row: Row) -> str:
+        tokens = f"{row['tokens']:,} tokens"
+        size = tokens if row["unit"] == "tokens" else f"{row['size']} {row['unit']} ({tokens})"
+        text = f"{size}, batch {row['batch']}, {row['model']}, {row['shape']}: {row['device']}, "
+        text += f"{row['threads']} threads, {row['precision']}"
+        if row["matmul"] != "highest":
+            text += f" with products of {row['matmul']} precision"
+        text += ", compiled" if row["compiled"] else ", eager"
+        if row.get("overrides"):
+            text += f"; {row['overrides']}"
+        return text
+
+    def tabled(self, rows: list[Row]) -> Table:
+        return fill(COLUMNS, rows)
+
+
 def main(argv: list[str]) -> int:
     args = options.bench_train(argv)
     check_compiler(args.eager)
-    report = Store(args.out / "train.json", later=LATER, rows=(*SETTING, "mixer")).load(args.fresh)
+    report = TrainReport(args.out).load(args.fresh)
     if args.threads:
         torch.set_num_threads(args.threads)
-    jobs = [
-        Job(
-            recipes=tuple(dict.fromkeys(args.recipes)),
-            overrides=tuple(args.set),
-            size=size,
-            batch=args.batch,
-            precision=args.precision,
-            matmul=args.matmul,
-            rounds=args.rounds,
-            seconds=args.seconds,
-            threads=torch.get_num_threads(),
-            eager=args.eager,
-            plain=args.plain,
-            against=args.against,
-            command=shlex.join(["./run.sh", "bench", "train", *argv]),
-        )
-        for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)]))
-    ]
-    for job in jobs:  # refuses bad recipes before anything is timed
-        models(job)
-    failed = False
-    for job in jobs:
-        new: list[dict[str, Any]] = []
-
-        def receive(message: dict[str, Any], new: list = new) -> None:
-            if message.pop("kind") == "row":
-                new.append(message)
-                report.add(message)
-            else:
-                say(message["text"])
-
-        say(f"size {job.size}")
-        problem = in_a_process(measure, job, receive)
-        if new:
-            with report.alone():
-                report.save(markdown(report))
-            print(f"{title(new[0])}\n{table(*columns(new))}\n")
-        if problem:
-            say(f"size {job.size}: {problem}")
-        failed |= problem is not None or not new
-    if report.new:
-        print(report.files())
-    return 1 if failed else 0
+    job = Job(
+        recipes=tuple(dict.fromkeys(args.recipes)),
+        overrides=tuple(args.set),
+        size=0,
+        batch=args.batch,
+        precision=args.precision,
+        matmul=args.matmul,
+        rounds=args.rounds,
+        seconds=args.seconds,
+        threads=torch.get_num_threads(),
+        eager=args.eager,
+        plain=args.plain,
+        against=args.against,
+        command=typed("bench train", argv),
+    )
+    jobs = {}
+    for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)])):
+        jobs[f"size {size}"] = dataclasses.replace(job, size=size)
+    for one in jobs.values():  # refuses bad recipes before anything is timed
+        models(one)
+    return collect(report, jobs, measure)
 
 
 def size_of(path: str, overrides: list[str]) -> int:
@@ -158,14 +163,13 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     recipe, task = next(iter(found.values()))
     if job.plain:
         check_plain(recipe.model.with_mixer(SOFTMAX))
-    beside = {
-        name: (dataclasses.replace(recipe, model=recipe.model.with_mixer(mixer)), task)
-        for name, mixer in ((SOFTMAX, SOFTMAX), (FLOOR, NONE))
-    }
+    softmax = dataclasses.replace(recipe, model=recipe.model.with_mixer(SOFTMAX))
+    floor = dataclasses.replace(recipe, model=recipe.model.with_mixer(NONE))
+    timed = {SOFTMAX: (softmax, task), FLOOR: (floor, task)}
     if job.against:
-        beside[job.against] = at_size(job.against, job)
-    softmax = name_of(beside[SOFTMAX][0])
-    return {**beside, **{k: v for k, v in found.items() if k != softmax}}
+        timed[job.against] = at_size(job.against, job)
+    found.pop(name_of(softmax), None)
+    return timed | found
 
 
 def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
@@ -183,7 +187,9 @@ def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
 def name_of(recipe: Recipe) -> str:
     """Return the label of a recipe's model, and its form unless that is "auto"."""
     form = flatten(to_dict(recipe.model)).get("attention.form", "auto")
-    return recipe.model.label() + ("" if form == "auto" else f" {form}")
+    if form == "auto":
+        return recipe.model.label()
+    return f"{recipe.model.label()} {form}"
 
 
 def measure(job: Job, send: Send) -> None:
@@ -193,15 +199,17 @@ def measure(job: Job, send: Send) -> None:
     torch._dynamo.config.recompile_limit = 64  # the models share the code of their blocks
     device = pick_device()
     runs: dict[str, Callable[[], object]] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Row] = {}
     batch = job.batch
     for name, (recipe, task) in models(job).items():
-        send({"kind": "progress", "text": f"  {name}: {'warming up' if job.eager else 'compiling'}"})
-        precision = job.precision or (recipe.trainer.precision if device.type == "cuda" else "fp32")
+        send({"kind": "note", "text": f"{name}: {'warming up' if job.eager else 'compiling'}"})
+        precision = job.precision
+        if precision is None:
+            precision = recipe.trainer.precision if device.type == "cuda" else "fp32"
         torch.manual_seed(0)
         model = task.build_model(recipe.model)
         if batch is None:  # that of the first model, for all
-            batch = max(1, round((50_000 if device.type == "cuda" else 1_600) / model.length))
+            batch = max(1, round(TOKENS[device.type] / model.length))
         example = task.example(batch, device)
         steps = {name: training_step(model, task, recipe, example, precision, device, compiled=not job.eager)}
         if job.plain and name == SOFTMAX:
@@ -229,22 +237,18 @@ def measure(job: Job, send: Send) -> None:
                 "peak_bytes": process_peak(step, device),
                 **stamp(job.command),
             }
-    send({"kind": "progress", "text": f"  timing {', '.join(runs)}"})
+    send({"kind": "note", "text": f"timing {', '.join(runs)}"})
     times = time_rounds(runs, job.rounds, job.seconds, device)
     for name, row in rows.items():
-        row |= {"ratios": ratios(times[name], times[SOFTMAX]), "ms": 1e3 * median(times[name])}
+        row["ratios"] = sorted(ratios(times[name], times[SOFTMAX]))
         row["ratio"] = median(row["ratios"])
+        row["ms"] = 1e3 * median(times[name])
         if job.plain:
             row["plain_ratio"] = median(ratios(times[name], times[PLAIN]))
         if job.against:
             ratio = median(ratios(times[name], times[job.against]))
             row["against"] = {"recipe": Path(job.against).stem, "ratio": ratio}
-        send({"kind": "row", **row})
-
-
-def ratios(times: list[float], others: list[float]) -> list[float]:
-    """Return the sorted ratios of times to `others`, round by round."""
-    return sorted(t / s for t, s in zip(times, others))
+        send({"kind": "row", "row": row})
 
 
 def training_step(
@@ -274,52 +278,50 @@ def training_step(
     return step
 
 
-def title(row: dict[str, Any]) -> str:
-    how = "compiled" if row["compiled"] else "eager"
-    products = "" if row["matmul"] == "highest" else f" with products of {row['matmul']} precision"
-    changed = f"; {row['overrides']}" if row.get("overrides") else ""
-    tokens = f"{row['tokens']:,} tokens"
-    size = tokens if row["unit"] == "tokens" else f"{row['size']} {row['unit']} ({tokens})"
-    return (
-        f"{size}, batch {row['batch']}, {row['model']}, {row['shape']}: {row['device']}, "
-        f"{row['threads']} threads, {row['precision']}{products}, {how}{changed}"
-    )
+def plain_cell(row: Row) -> str | None:
+    if "plain_ratio" not in row:
+        return None
+    return f"{row['plain_ratio']:.2f}"
 
 
-def columns(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and cells of the rows of one setting, without columns that are empty in all rows."""
-    found = [cells(row) for row in rows]
-    kept = [i for i in range(len(HEADER)) if any(row[i] for row in found)]
-    return [HEADER[i] for i in kept], [[row[i] or "-" for i in kept] for row in found]
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    plain = f"{row['plain_ratio']:.2f}" if "plain_ratio" in row else ""
-    speed = digits(row["batch"] * row["tokens"] / row["ms"] * 1e3)
-    peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}"
+def against_cell(row: Row) -> str | None:
     other = row.get("against")
-    against = f"{other['ratio']:.2f} x {other['recipe']}" if other else ""
-    if theirs := other and published(row, other["recipe"]):
-        against += f" (paper: {theirs})"
-    return [row["mixer"], f"{row['ratio']:.2f}", published(row), plain, against, digits(row["ms"]), speed, peak]
+    if not other:
+        return None
+    text = f"{other['ratio']:.2f} x {other['recipe']}"
+    theirs = published(row, other["recipe"])
+    if theirs:
+        text += f" (paper: {theirs})"
+    return text
 
 
-def published(row: dict[str, Any], against: str | None = None) -> str:
-    """Return the paper's ratio of a row to softmax, or to the recipe `against`; "" if its tables have none."""
+def peak_cell(row: Row) -> str | None:
+    if row["peak_bytes"] is None:
+        return None
+    return f"{row['peak_bytes'] / 2**30:.2f}"
+
+
+def published(row: Row, against: str | None = None) -> str | None:
+    """Return the paper's ratio of a row to softmax, or to the recipe `against`; None if its tables have none."""
     for held in published_times():
         alike = held["model"] == row["model"] and row["shape"].startswith(held["shape"]) and held["size"] == row["size"]
         if alike and held.get("against") == against and row["mixer"] in held["times"]:
             return f"{held['times'][row['mixer']]:.2f}"
-    return ""
+    return None
 
 
 @functools.cache
-def published_times() -> list[dict[str, Any]]:
+def published_times() -> list[Row]:
     return yaml.safe_load((Path(__file__).parent / "times.yaml").read_text(encoding="utf-8"))
 
 
-def markdown(report: Store) -> str:
-    parts = ["# Training steps against softmax", "Written by `./run.sh bench train`.", __doc__.split("\n\n")[2]]
-    for rows in report.groups(SETTING):
-        parts += [f"## {title(rows[0])}", pipes(*columns(rows)), report.commands(rows)]
-    return "\n\n".join(parts) + "\n"
+COLUMNS = {
+    "mixer": lambda row: row["mixer"],
+    "x softmax": lambda row: f"{row['ratio']:.2f}",
+    "paper: x softmax": published,
+    "x plain": plain_cell,
+    "against": against_cell,
+    "ms a step": lambda row: digits(row["ms"]),
+    "tokens/s": lambda row: digits(row["batch"] * row["tokens"] / row["ms"] * 1e3),
+    "peak GiB": peak_cell,
+}

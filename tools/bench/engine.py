@@ -1,0 +1,192 @@
+"""The engine of all benchmarks: jobs run one after the other, and their rows fill a report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lion.config import ConfigError
+from tools.cli import say, table
+from tools.processes import Send, first_line, in_a_process
+from tools.store import Row, Store, digits, grouped, pipes
+
+Cell = Callable[[Row], str | None]  # the cell of a row in one column, None if the row has no such value
+Table = tuple[list[str], list[list[str]]]  # header and cells
+
+
+class Report(Store):
+    """The rows of a benchmark in one JSON file, and how they are shown. Every benchmark has a subclass.
+
+    Attributes:
+        name: Name of the JSON and the Markdown file.
+        heading: Title of the Markdown file.
+        command: The command that measures.
+        legend: Meaning of the columns.
+        setting: Fields that are equal in all rows of one table.
+        key: Fields that identify a row.
+        later: Fields of the key that rows of earlier versions lack.
+        text: Headings of the columns that hold text.
+    """
+
+    name: ClassVar[str]
+    heading: ClassVar[str]
+    command: ClassVar[str]
+    legend: ClassVar[str]
+    setting: ClassVar[Sequence[str]]
+    key: ClassVar[Sequence[str]]
+    later: ClassVar[Sequence[str]] = ()
+    text: ClassVar[Sequence[str]] = ("mixer", "form")
+
+    def __init__(self, folder: Path, **more: Sequence[str]) -> None:
+        super().__init__(folder / f"{self.name}.json", later=self.later, **more, rows=self.key)
+
+    def line(self, row: Row) -> str:
+        """Return the progress line of a row."""
+        raise NotImplementedError
+
+    def title(self, row: Row) -> str:
+        """Return the title of the table of a row."""
+        raise NotImplementedError
+
+    def tabled(self, rows: list[Row]) -> Table:
+        """Return the header and the cells of the rows of one setting."""
+        raise NotImplementedError
+
+    def pictures(self) -> list[Path | None]:
+        """Draw the plots of the report; return their files, None without matplotlib."""
+        return []
+
+    def missing(self, job: Any, problem: str) -> None:
+        """Note that a job was not measured."""
+
+    def intro(self) -> list[str]:
+        """Return the paragraphs before the first table."""
+        return [f"# {self.heading}", f"Written by `./run.sh {self.command}`.", self.legend]
+
+    def section(self, rows: list[Row]) -> list[str]:
+        """Return the paragraphs of one setting."""
+        header, cells = self.tabled(rows)
+        return [f"## {self.title(rows[0])}", pipes(header, cells, self.text), self.commands(rows)]
+
+    def markdown(self) -> str:
+        parts = self.intro()
+        for rows in self.groups(self.setting):
+            parts += self.section(rows)
+        return "\n\n".join(parts) + "\n"
+
+    def terminal(self) -> str:
+        """Return the rows of this command as text."""
+        parts = []
+        for rows in grouped([self.rows[key] for key in self.new], self.setting):
+            header, cells = self.tabled(rows)
+            parts.append(f"{self.title(rows[0])}\n{table(header, cells)}")
+        return "\n\n".join(parts)
+
+    def write(self) -> None:
+        """Write the JSON and the Markdown file."""
+        with self.alone():
+            self.save(self.markdown())
+
+
+def fill(columns: Mapping[str, Cell], rows: Sequence[Row]) -> Table:
+    """Return the table of rows, with "-" for a missing value, and without columns that no row has."""
+    header = []
+    cells: list[list[str]] = [[] for _ in rows]
+    for heading, cell in columns.items():
+        values = [cell(row) for row in rows]
+        if values.count(None) == len(values):
+            continue
+        header.append(heading)
+        for line, value in zip(cells, values):
+            line.append("-" if value is None else value)
+    return header, cells
+
+
+def hundredths(value: float | None) -> str:
+    """Return a number with two decimals, "-" if there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}"
+
+
+def mebibytes(size: int | None) -> str:
+    """Return a number of bytes in MiB, "-" if there is none."""
+    if size is None:
+        return "-"
+    return digits(size / 2**20)
+
+
+def typed(command: str, argv: Sequence[str]) -> str:
+    """Return a command line as a person types it."""
+    return shlex.join(["./run.sh", *command.split(), *argv])
+
+
+def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Send], None], apart: bool = True) -> int:
+    """Run `measure` on one job after the other, write the report and print the new rows.
+
+    Args:
+        report: The report, which is written after every job.
+        jobs: Jobs by name; each name is printed before its job runs.
+        measure: Function that measures a job. It sends messages by `kind`: "row" with a `row`; "note" with a `text`;
+            "missing" with a `text`, a `row` of the report's table of notes, and whether the job has `failed`; "write",
+            to write the report before the job has ended.
+        apart: Whether every job has a process of its own.
+
+    Returns:
+        The exit status: 1 if a job failed or nothing was measured, else 0.
+    """
+    failed = False
+
+    def receive(message: Row) -> None:
+        nonlocal failed
+        kind = message["kind"]
+        if kind == "row":
+            report.add(message["row"])
+            say(f"  {report.line(message['row'])}")
+        elif kind == "write":
+            report.write()
+        else:
+            say(f"  {message['text']}")
+        if kind == "missing":
+            failed |= message["failed"]
+            report.add(message["row"], "notes")
+
+    run = in_a_process if apart else in_this_process
+    try:
+        for place, (name, job) in enumerate(jobs.items(), 1):
+            say(f"[{place}/{len(jobs)}] {name}")
+            try:
+                problem = run(measure, job, receive)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+            if problem:
+                say(f"  {problem}")
+                report.missing(job, problem)
+                failed = True
+            if report.new and report.unsaved:
+                report.write()
+    finally:  # after Ctrl-C, rows measured so far are still written
+        if report.new and report.unsaved:
+            report.write()
+        if report.new:
+            print(f"{report.terminal()}\n\n{report.files_and(*report.pictures())}")
+    if not report.new:
+        say("no measurements were made")
+    return 1 if failed or not report.new else 0
+
+
+def in_this_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) -> str | None:
+    """Run `measure(job, receive)`; return a description of an error, or None.
+
+    Raises:
+        ConfigError: Of the job, which cannot be measured.
+    """
+    try:
+        measure(job, receive)
+    except ConfigError:
+        raise
+    except Exception as error:  # a compiler can raise any exception
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
