@@ -23,8 +23,9 @@ from lion.runs import open_run
 from lion.tasks.causal_lm import CausalLM
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
-from tools.cli import choose_form, table
+from tools.cli import choose_form
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.tables import table
 
 
 def evaluate_choices(args: Namespace) -> int:

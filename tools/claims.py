@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from lion.tasks.metrics import Metric
 from tools.statistics import LEVEL, MOST, NOISES, Difference, Values, holm
-from tools.store import digits
+from tools.tables import digits
 
 CLAIM, QUESTION = "claim", "question"
 VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}

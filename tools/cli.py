@@ -308,13 +308,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as lines of text with left-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Format a plain text table: the first column is left-aligned, the others are right-aligned."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(row: list[str]) -> str:
-        return "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-
-    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, rows)])

@@ -16,7 +16,7 @@ from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, slow_precision, start_runtime
 from tools.probe import best
-from tools.store import digits
+from tools.tables import digits
 
 ENOUGH = 0.5  # seconds that a pass must take to be a reliable measurement
 LARGEST = 16  # most samples of a timed batch

@@ -49,10 +49,11 @@ from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools import options
-from tools.cli import check_folder, say, table
+from tools.cli import check_folder, say
 from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 from tools.probe import device_name, stamp
+from tools.tables import table
 
 FEWEST = 2 * GROUPS  # smallest number of images in a set
 SHARES = ("precision", "recall")

@@ -30,10 +30,11 @@ from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
 from tools import options
 from tools.choices import evaluate_choices
-from tools.cli import choose_form, run_command, table
+from tools.cli import choose_form, run_command
 from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
 from tools.launch import Machines, launch
 from tools.lengths import evaluate_lengths
+from tools.tables import table
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ import torch
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.runs import LoadedRun
-from tools.cli import table
 from tools.compose import check_finite, open_tokenizer_of
+from tools.tables import table
 
 
 def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:

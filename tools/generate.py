@@ -42,7 +42,7 @@ from tools.cli import check_folder, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
 from tools.cost import duration_text
 from tools.launch import Machines, launch
-from tools.store import digits
+from tools.tables import digits
 
 UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
 

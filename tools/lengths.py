@@ -32,10 +32,11 @@ from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.cli import choose_form, say, table
+from tools.cli import choose_form, say
 from tools.compose import build_data, check_data, digest, resolve_run
 from tools.probe import device_name, stamp
-from tools.store import Row, Store, digits, pipes, widen
+from tools.store import Row, Store, widen
+from tools.tables import digits, pipes, table
 
 LATER = ("ema", "data", "fingerprint", "weights")  # fields that rows of earlier versions lack
 SETTING = ("run", "checkpoint", "split", "tokens", "batch_tokens", "device", "threads", "precision", "compiled", *LATER)

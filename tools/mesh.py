@@ -19,10 +19,9 @@ from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
 from tools.bench.sequence import NETWORK, NODE, NVLINK, SHARE, transfer
 from tools.checks import check_sharing
-from tools.cli import table
 from tools.gpu.targets import TARGETS
 from tools.meta import Pass, activation_bytes, count_pass
-from tools.store import digits
+from tools.tables import digits, table
 
 # How often a byte that is kept for the backward pass crosses the memory in a step. Fitted to the steps of DeiT small in
 # reports/train.md (H100, batch 254, bf16), from which the estimate differs by -2 % for softmax, and by -5, +6 and +4 %

@@ -29,9 +29,10 @@ from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools import options
-from tools.cli import choose_form, say, table
+from tools.cli import choose_form, say
 from tools.compose import check_finite, open_data, resolve_run
 from tools.fill_mask import fill
+from tools.tables import table
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache

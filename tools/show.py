@@ -23,7 +23,7 @@ from tools.cost import describe_time
 from tools.listing import claim
 from tools.mesh import Mesh, describe_meshes, on_mesh
 from tools.meta import activation_bytes
-from tools.store import digits
+from tools.tables import digits
 
 
 def main(argv: list[str]) -> int:

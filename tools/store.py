@@ -8,7 +8,6 @@ import importlib
 import io
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -186,25 +185,3 @@ def tidy(ax: Any, axis: str = "both") -> None:
     """Draw a light grid along an axis, and only the left and the lower border."""
     ax.grid(True, axis=axis, color="0.9")
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def digits(x: float) -> str:
-    """Format a number with about three significant digits."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 10 else f"{x:.2f}" if x >= 0.1 else f"{x:.3f}"
-
-
-def spread(values: Sequence[float], number: Callable[[float], str]) -> str:
-    """Format the mean and the sample standard deviation of values with `number`; "-" if there are no values."""
-    if not values:
-        return "-"
-    mean = number(statistics.mean(values))
-    return f"{mean} ± {number(statistics.stdev(values))}" if len(values) > 1 else mean
-
-
-def pipes(header: list[str], rows: list[list[str]], text: Sequence[str] = ("mixer", "form")) -> str:
-    """Format a Markdown table: the columns named in `text` are left-aligned, the others right-aligned."""
-    head = [
-        "|".join(["", *header, ""]),
-        "|".join(["", *("---" if h in text else "--:" for h in header), ""]),
-    ]
-    return "\n".join([*head, *("| " + " | ".join(r) + " |" for r in rows)])

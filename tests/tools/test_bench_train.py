@@ -12,9 +12,9 @@ from lion.config import ConfigError
 from lion.layers.mixers import Attention
 from tests.helpers import ROOT, here, refuse
 from tools.bench import engine, train
-from tools.bench.engine import fill
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
 from tools.compose import resolve
+from tools.tables import fill
 
 CPU = torch.device("cpu")
 TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]

@@ -8,10 +8,10 @@ import torch
 
 from tests.helpers import refuse
 from tools.bench import clock, gpu
-from tools.bench.engine import fill
 from tools.gpu.cost import fused_softmax
 from tools.gpu.targets import TARGETS
 from tools.probe import alone_on
+from tools.tables import fill
 
 SHAPE = {"heads": 6, "dim": 64, "length": 197, "dtype": "bfloat16", "name": "lion_s", "form": "full"}
 COST = {"kernels": 1, "launches": 10, "library": 6, "fallbacks": 0, "moved": 4 * 10**8, "flops": 0}

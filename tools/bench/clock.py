@@ -16,13 +16,14 @@ from lion.config import ConfigError
 from lion.evaluation import timing
 from lion.trainer.compilation import time_products
 from lion.trainer.diagnostics import process_peak
-from tools.bench.engine import Report, Table, collect, fill
+from tools.bench.engine import Report, collect
 from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, order, q_bytes, seconds
 from tools.bench.operators import OPERATORS, check_operators, softmax
 from tools.gpu.targets import TARGETS
 from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds
 from tools.processes import Send
-from tools.store import Row, digits
+from tools.store import Row
+from tools.tables import Table, digits, fill
 
 SETTING = ("device", "dtype", "heads", "dim")
 CALL = ("name", "form", "length", "batch")

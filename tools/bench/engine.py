@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lion.config import ConfigError
-from tools.cli import say, table
+from tools.cli import say
 from tools.processes import Send, first_line, in_a_process
-from tools.store import Row, Store, digits, grouped, pipes
-
-Cell = Callable[[Row], str | None]  # the cell of a row in one column, None if the row has no such value
-Table = tuple[list[str], list[list[str]]]  # header and cells
+from tools.store import Row, Store, grouped
+from tools.tables import Table, pipes, table
 
 
 class Report(Store):
@@ -88,34 +86,6 @@ class Report(Store):
         """Write the JSON and the Markdown file."""
         with self.alone():
             self.save(self.markdown())
-
-
-def fill(columns: Mapping[str, Cell], rows: Sequence[Row]) -> Table:
-    """Return the table of rows, with "-" for a missing value, and without columns that no row has."""
-    header = []
-    cells: list[list[str]] = [[] for _ in rows]
-    for heading, cell in columns.items():
-        values = [cell(row) for row in rows]
-        if values.count(None) == len(values):
-            continue
-        header.append(heading)
-        for line, value in zip(cells, values):
-            line.append("-" if value is None else value)
-    return header, cells
-
-
-def hundredths(value: float | None) -> str:
-    """Return a number with two decimals, "-" if there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.2f}"
-
-
-def mebibytes(size: int | None) -> str:
-    """Return a number of bytes in MiB, "-" if there is none."""
-    if size is None:
-        return "-"
-    return digits(size / 2**20)
 
 
 def typed(command: str, argv: Sequence[str]) -> str:

@@ -26,14 +26,15 @@ from lion.runs import read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
 from tools import options
-from tools.bench.engine import Report, Table, collect, fill, hundredths, mebibytes, typed
+from tools.bench.engine import Report, collect, typed
 from tools.bench.plots import by_length, open_sides
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
 from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds, warm_up
 from tools.processes import Send
-from tools.store import Row, digits
+from tools.store import Row
+from tools.tables import Table, digits, fill, hundredths, mebibytes
 
 CALLS = 8  # calls of a step per measured time
 FREE_SLOTS = 2  # free places in a cache: one for the timed token, and one as in `Continuation.generate`

@@ -23,14 +23,15 @@ from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
 from tools import options
 from tools.bench.beside import softmax_beside
-from tools.bench.engine import Report, Table, collect, fill, typed
+from tools.bench.engine import Report, collect, typed
 from tools.bench.operators import OPERATORS, rank
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
 from tools.gpu.targets import TARGETS, check_toolchain
 from tools.probe import stamp
 from tools.processes import Send, first_line
-from tools.store import Row, digits
+from tools.store import Row
+from tools.tables import Table, digits, fill
 
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
 COMPILED_FOR = ("a100", "h100")

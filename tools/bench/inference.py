@@ -29,7 +29,7 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.engine import Report, Table, collect, fill, hundredths, mebibytes, typed
+from tools.bench.engine import Report, collect, typed
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
 from tools.bench.plots import open_sides
@@ -48,7 +48,8 @@ from tools.probe import (
     warm_up,
 )
 from tools.processes import Send, first_line
-from tools.store import Row, digits
+from tools.store import Row
+from tools.tables import Table, digits, fill, hundredths, mebibytes
 
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
 QUADRATIC = "quadratic"

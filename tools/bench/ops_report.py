@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import lengths
-from tools.bench.engine import Report, Table, fill, mebibytes
+from tools.bench.engine import Report
 from tools.bench.operators import OPERATORS, rank
 from tools.bench.plots import by_length, open_sides
-from tools.cli import table
 from tools.colours import colour_of
 from tools.probe import Variant
-from tools.store import Row, digits, pipes
+from tools.store import Row
+from tools.tables import Table, digits, fill, mebibytes, pipes, table
 
 FORMS = ("full", "chunk", "rnn")
 PASSES = {"forward": "Forward", "both": "Forward and backward"}

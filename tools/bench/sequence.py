@@ -23,13 +23,13 @@ from lion.layers.mixers import LINEAR, LionAttention
 from lion.ops import Part
 from lion.trainer.diagnostics import tensor_peak
 from tools import options
-from tools.bench.engine import Report, Table, collect, fill, typed
-from tools.cli import table
+from tools.bench.engine import Report, collect, typed
 from tools.gpu.targets import TARGETS
 from tools.meta import Received
 from tools.probe import stamp
 from tools.processes import Send
 from tools.store import Row
+from tools.tables import Table, fill, table
 
 GPUS = (8, 64, 256, 1024)
 NODE = 8  # GPUs that NVLink connects

@@ -32,12 +32,13 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime
 from tools import options
-from tools.bench.engine import Report, Table, collect, fill, typed
+from tools.bench.engine import Report, collect, typed
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.compose import describe_data, make_task, resolve
 from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, warm_up
 from tools.processes import Send
-from tools.store import Row, digits
+from tools.store import Row
+from tools.tables import Table, digits, fill
 
 FLOOR = "without a mixer"
 TOKENS = {"cuda": 50_000, "cpu": 1_600}  # of a batch, approximately

@@ -26,14 +26,14 @@ from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.checks import check_settings
 from tools.cli import say
-from tools.cli import table as columns
 from tools.compose import build_data
 from tools.cost import EagerStep
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
 from tools.glue.results import read as read_result
 from tools.glue.results import summarise
 from tools.jobs import at_once, work
-from tools.store import digits
+from tools.tables import digits
+from tools.tables import table as columns
 
 MEASURED = 8  # samples of a step that a dry run times
 

@@ -16,10 +16,10 @@ from lion.config import ConfigError, flatten, to_dict
 from lion.recipe import Recipe, free_keys
 from lion.recipe_files import SUMMARY
 from lion.tasks.sequence_classification import METRICS
-from tools.cli import table
 from tools.compose import resolve, resolve_run
 from tools.glue.plan import Table
-from tools.store import Row, Store, pipes, spread
+from tools.store import Row, Store
+from tools.tables import pipes, spread, table
 
 # (split, metric) pairs of which the score of a task is the mean, if they were measured; the score of any other task is
 # its first metric

@@ -28,7 +28,6 @@ from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.checks import checkpoint_bytes
 from tools.cli import say
-from tools.cli import table as columns
 from tools.compose import build_data, describe_data, make_task, resolve
 from tools.cost import duration_text, time_step
 from tools.jobs import Job, at_once, work
@@ -40,6 +39,7 @@ from tools.paper.results import collect, open_store, rows_of
 from tools.paper.tables import RUNS, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
+from tools.tables import table as columns
 
 
 @dataclass(frozen=True)

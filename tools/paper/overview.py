@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, UNDECIDED, VERDICTS, Comparison, row_of
 from tools.paper.parts import Part
-from tools.store import pipes
+from tools.tables import pipes
 
 TEXT = ("claim", "question", "table", "data", "verdict", "note")  # columns of text
 

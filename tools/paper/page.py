@@ -18,7 +18,8 @@ from tools.paper.parts import Part, comparisons, parts_of
 from tools.paper.results import Results, rows_of
 from tools.paper.tables import Table
 from tools.statistics import POWER, RULE, interval, power, seeds_needed
-from tools.store import Row, Store, digits, pipes
+from tools.store import Row, Store
+from tools.tables import digits, pipes
 
 # columns of text
 TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as", "answers")

@@ -21,11 +21,11 @@ from pathlib import Path
 from lion.config import ConfigError
 from tools import options
 from tools.claims import VERDICTS, table_of
-from tools.cli import table
 from tools.finished import load
 from tools.report.runs import group
 from tools.report.section import Section, as_rows, as_section, curves, judged, markdown
 from tools.store import Row, Store
+from tools.tables import table
 
 USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 

@@ -13,7 +13,7 @@ from tools.distance import SHARES
 from tools.finished import Run
 from tools.options import FIGURES
 from tools.report.tables import Groups, Table, Values
-from tools.store import spread
+from tools.tables import spread
 
 ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # settings that must agree
 

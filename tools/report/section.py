@@ -18,7 +18,8 @@ from tools.report.paper import claims_about
 from tools.report.runs import settings_of
 from tools.report.tables import Groups, Table, comparisons, glue_table, own_metric, result_table
 from tools.statistics import RULE
-from tools.store import Row, pipes, widen
+from tools.store import Row, widen
+from tools.tables import pipes
 
 JUDGES = {"diffusion": frechet}  # by task, what its rows are compared by, if not by the metric of the task
 TEXT = ("model", CLAIM, QUESTION, "verdict", "fine-tuned as")  # columns of text
