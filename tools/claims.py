@@ -60,12 +60,15 @@ def compare(
         noise: Model of the noise, a name of `tools.statistics.NOISES`.
         seeds: Number of runs of a complete row.
     """
-    unit, found = POINTS if metric.percent else metric.title, []
+    unit = POINTS if metric.percent else metric.title
+    found = []
     for first, second in pairs:
-        fewest = min(len(values.get(row, ())) for row in (first, second))
-        missing = NOT_RUN if not fewest else INCOMPLETE if fewest < seeds else ""
-        made = NOISES[noise](values, first, second) if fewest else None
-        missing = missing or ("" if made else INCOMPLETE)
+        fewest = min(len(values.get(first, ())), len(values.get(second, ())))
+        made = None
+        missing = NOT_RUN
+        if fewest:
+            made = NOISES[noise](values, first, second)
+            missing = "" if made and fewest >= seeds else INCOMPLETE
         if made and not metric.higher_is_better:
             made = made._replace(mean=-made.mean)
         found.append(Comparison(kind, (first, second), made, missing, unit))
@@ -74,7 +77,13 @@ def compare(
 
 def not_judged(found: Iterable[Comparison], unfit: Collection[str]) -> list[Comparison]:
     """Return the comparisons; those with a row in `unfit` are incomplete."""
-    return [each._replace(missing=each.missing or INCOMPLETE * bool({*unfit} & {*each.pair})) for each in found]
+    judged = []
+    for each in found:
+        first, second = each.pair
+        if not each.missing and (first in unfit or second in unfit):
+            each = each._replace(missing=INCOMPLETE)
+        judged.append(each)
+    return judged
 
 
 def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = None) -> tuple[list[str], float]:
@@ -83,32 +92,39 @@ def verdicts(found: Sequence[Comparison], marks: Iterable[Hashable] | None = Non
     The verdicts are corrected by Holm's method for all comparisons, also for those that lack runs. Comparisons with
     equal `marks` are of the same runs, and count once.
     """
-    marks = list(range(len(found)) if marks is None else marks)
+    marks = range(len(found)) if marks is None else list(marks)
     once: dict[Hashable, float] = {}  # p; a pair may have all runs that one table asks for, and lack those of another
     for each, mark in zip(found, marks):
-        p = each.found.p if each.found and not each.missing else 1.0
-        once[mark] = min(p, once.get(mark, 1.0))
-    corrected = dict(zip(once, holm([*once.values()])))
-    words = [
-        each.missing or (UNDECIDED if corrected[mark] >= LEVEL else VERDICTS[each.kind][each.found.mean < 0])
-        for each, mark in zip(found, marks)
-    ]
-    return words, LEVEL / max(1, sum(p >= LEVEL for p in corrected.values()))
+        once.setdefault(mark, 1.0)
+        if each.found and not each.missing:
+            once[mark] = min(each.found.p, once[mark])
+    corrected = dict(zip(once, holm(list(once.values()))))
+    words = [verdict_of(each, corrected[mark]) for each, mark in zip(found, marks)]
+    undecided = sum(p >= LEVEL for p in corrected.values())
+    return words, LEVEL / max(1, undecided)
+
+
+def verdict_of(each: Comparison, p: float) -> str:
+    """Return the verdict on a comparison with the corrected probability p."""
+    if each.missing:
+        return each.missing
+    if each.found is None or p >= LEVEL:
+        return UNDECIDED
+    first, other = VERDICTS[each.kind]
+    return other if each.found.mean < 0 else first
 
 
 def table_of(kind: str, found: Sequence[tuple[Comparison, str]], level: float) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of a table of the comparisons of a kind, with their verdicts; `level` as in `verdicts`."""
-    own = [(each, verdict) for each, verdict in found if each.kind == kind]
-    unit = own[0][0].unit if own else ""
-    header = [
-        kind,
-        f"difference, {unit}" if any(each.found for each, _ in own) else "difference",
-        "p",
-        "verdict",
-        "smallest visible",
-        "seeds needed",
-    ]
-    return header, [row_of(*each, level) for each in own]
+    difference = "difference"
+    rows = []
+    for each, verdict in found:
+        if each.kind != kind:
+            continue
+        rows.append(row_of(each, verdict, level))
+        if each.found:
+            difference = f"difference, {each.unit}"
+    return [kind, difference, "p", "verdict", "smallest visible", "seeds needed"], rows
 
 
 def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
@@ -121,11 +137,15 @@ def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
     row = [each.name, f"{mean} ± {found.half:.2f}", chance(found.p), verdict]
     if verdict != UNDECIDED:
         return [*row, "-", "-"]
-    seeds, smallest = found.seeds(level), found.smallest(level)
+    smallest = found.smallest(level)
     visible = "none" if each.unit == POINTS and smallest > 100 else digits(smallest)
-    return [*row, visible, f"> {MOST}" if seeds > MOST else str(seeds)]
+    seeds = found.seeds(level)
+    needed = f"> {MOST}" if seeds > MOST else str(seeds)
+    return [*row, visible, needed]
 
 
 def chance(p: float) -> str:
     """Format a probability: three decimals, or its order of magnitude below 0.001."""
-    return f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"
+    if p >= 0.001:
+        return f"{p:.3f}"
+    return f"{p:.0e}"

@@ -16,6 +16,7 @@ therefore not needed. Without runs, the command rewrites the report of this name
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from lion.config import ConfigError
@@ -33,11 +34,11 @@ USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 def main(argv: list[str]) -> int:
     args = options.report(argv)
     notes = read_notes(args.notes)
-    sections = [read_section(title, runs) for title, runs in asked_for(args.runs, args.section)]
-    if not sections and (args.name is None or not (args.out / f"{args.name}.json").exists()):
-        missing = "" if args.name is None else f"; there is no {args.out / args.name}.json"
-        what = "expected runs, --section TITLE RUN .., or the --name of an existing report"
-        raise ConfigError(f"run.sh report: {what}{missing}")
+    sections = []
+    for title, names in asked_for(args.runs, args.section).items():
+        sections.append(read_section(title, names))
+    if not sections:
+        check_report(args.out, args.name)
     name = args.name or default_name(sections)
     store = Store(args.out / f"{name}.json", rows=("section", "model", "seed"), sections=("section",), notes=("notes",))
     store.load(args.fresh)
@@ -48,47 +49,83 @@ def main(argv: list[str]) -> int:
             store.tables["notes"] = {}
             store.add({"notes": notes}, "notes")
         held = list(store.tables["sections"].values())
+        size = (9, 0.4 + 4.8 * len(held))
         picture = store.draw(
-            store.path.with_suffix(".png"),
-            (9, 0.4 + 4.8 * len(held)),
-            lambda fig: curves(fig, held, store.rows.values()),
+            store.path.with_suffix(".png"), size, partial(curves, sections=held, rows=store.rows.values())
         )
         notes = "\n\n".join(row["notes"] for row in store.tables["notes"].values())
-        tasks = {row["task"] for row in held}
-        title = tasks.pop() if len(tasks) == 1 else name.replace("_", " ").capitalize()
-        store.save(markdown(held, title, picture and picture.name, notes))
-    comparisons, level = judged(held)
-    compared = dict(zip((row["section"] for row in held), comparisons))
-    for section in sections:
-        claims = [table_of(kind, compared[section.title], level) for kind in VERDICTS]
-        tables = [*section.tables(), *((header, rows) for header, rows in claims if rows)]
-        parts = [section.title, *(table(*t) for t in tables), section.remarks()]
-        print(*filter(None, parts), sep="\n\n", end="\n\n")
+        store.save(markdown(held, title_of(held, name), picture and picture.name, notes))
+    print_sections(sections, held)
     print(store.files_and(picture))
     return 0
 
 
-def asked_for(runs: list[str], sections: list[list[str]]) -> list[tuple[str, list[str]]]:
-    """Return the titles and run names of the sections; runs outside any --section come first, with an empty title.
+def check_report(folder: Path, name: str | None) -> None:
+    """Check that there is a report of that name, because no runs were given.
+
+    Raises:
+        ConfigError: There is no name, or no such report.
+    """
+    text = "run.sh report: expected runs, --section TITLE RUN .., or the --name of an existing report"
+    if name is None:
+        raise ConfigError(text)
+    if not (folder / f"{name}.json").exists():
+        raise ConfigError(f"{text}; there is no {folder / name}.json")
+
+
+def title_of(held: list[Row], name: str) -> str:
+    """Return the title of a report: the task of its sections, or its name if they differ."""
+    tasks = {row["task"] for row in held}
+    if len(tasks) == 1:
+        return tasks.pop()
+    return name.replace("_", " ").capitalize()
+
+
+def print_sections(sections: list[Section], held: list[Row]) -> None:
+    """Print the tables of the sections of this command; verdicts are corrected for all sections that are held."""
+    comparisons, level = judged(held)
+    titles = [row["section"] for row in held]
+    compared = dict(zip(titles, comparisons))
+    for section in sections:
+        parts = [section.title]
+        for _, (header, rows) in section.parts():
+            parts.append(table(header, rows))
+        for kind in VERDICTS:
+            header, rows = table_of(kind, compared[section.title], level)
+            if rows:
+                parts.append(table(header, rows))
+        parts.append(section.remarks())
+        for part in parts:
+            if part:
+                print(f"{part}\n")
+
+
+def asked_for(runs: list[str], sections: list[list[str]]) -> dict[str, list[str]]:
+    """Return the run names of the sections by title; runs outside any --section come first, with an empty title.
 
     Raises:
         ConfigError: A section has no runs, or two sections have the same title.
     """
-    asked = [("", runs)] if runs else []
+    asked = {}
+    if runs:
+        asked[""] = runs
     for title, *names in sections:
         if not names:
             raise ConfigError(f"--section: expected a title and runs, got {title!r} alone")
-        if title in dict(asked):
+        if title in asked:
             raise ConfigError(f"--section: duplicate title {title!r}")
-        asked.append((title, names))
+        asked[title] = names
     return asked
 
 
 def default_name(sections: list[Section]) -> str:
     """Return the name of the first task; if all runs use user files as data, the name of the first run."""
-    runs = [run for section in sections for run in section.runs]
-    own = all(run.recipe.data.name in USER_FILES for run in runs)
-    return runs[0].folder.name if own else runs[0].recipe.task.name
+    first = sections[0].runs[0]
+    for section in sections:
+        for run in section.runs:
+            if run.recipe.data.name not in USER_FILES:
+                return first.recipe.task.name
+    return first.folder.name
 
 
 def read_section(title: str, names: list[str]) -> Section:
@@ -102,9 +139,12 @@ def put(store: Store, section: Section) -> None:
     Raises:
         ConfigError: The old section has runs that the new section lacks.
     """
-    about, rows = as_section(section), as_rows(section)
+    about = as_section(section)
+    rows = as_rows(section)
     before = [key for key, row in store.rows.items() if row["section"] == section.title]
-    if lost := {named(store.rows[key]) for key in before} - {*map(named, rows)}:
+    lost = {named(store.rows[key]) for key in before}
+    lost.difference_update(map(named, rows))
+    if lost:
         raise ConfigError(
             f"{store.path}: holds {min(lost)}, missing here; --name NAME starts another report, --fresh replaces this"
         )
@@ -121,7 +161,9 @@ def named(row: Row) -> str:
 
 
 def read_notes(path: Path | None) -> str:
+    if path is None:
+        return ""
     try:
-        return "" if path is None else path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--notes: {path} cannot be read ({error})") from None

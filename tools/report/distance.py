@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from lion.trainer.checkpoint_files import steps_of
 from tools.distance import SHARES
 from tools.finished import Run
 from tools.options import FIGURES
-from tools.report.tables import Groups, Table, Values
-from tools.tables import spread
+from tools.report.tables import Groups, Values
+from tools.tables import Cell, Table, fill, spread
 
 ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # settings that must agree
 
@@ -24,32 +25,45 @@ def distance_table(groups: Groups) -> Table:
     Raises:
         ConfigError: Distances are not comparable, or were measured with other weights than the runs have now.
     """
-    found = {name: read_all(runs) for name, runs in groups.items()}
-    found = {name: some for name, some in found.items() if some}
-    if not found:
-        return [], []
-    first = next(iter(found.values()))[0]
-    names, rows = list(first["figures"]), []
-    for name, some in found.items():
+    rows = []
+    first: dict[str, Any] = {}
+    for name, runs in groups.items():
+        some = read_all(runs)
+        if not some:
+            continue
+        first = first or some[0]
         for one in some:
             check_same(one, first)
-        cells = (cell(figure, [one["figures"][figure] for one in some]) for figure in names)
-        rows.append([name, f"{first['samples']:,}", *cells, str(len(some))])
+        rows.append({"name": name, "samples": first["samples"], "measured": [one["figures"] for one in some]})
+    if not rows:
+        return [], []
     floor = first["floor"]
-    cells = (cell(figure, [floor["figures"][figure][0]] if figure in floor["figures"] else []) for figure in names)
-    rows.append([floor["name"], f"{floor['samples']:,}", *cells, "1"])
-    return ["model", "samples", *(f"{figure} %" if figure in SHARES else figure for figure in names), "n"], rows
+    real = {figure: value for figure, (value, _) in floor["figures"].items()}
+    rows.append({"name": floor["name"], "samples": floor["samples"], "measured": [real]})
+    columns: dict[str, Cell] = {"model": lambda row: row["name"], "samples": lambda row: f"{row['samples']:,}"}
+    for figure in first["figures"]:
+        heading = f"{figure} %" if figure in SHARES else figure
+        columns[heading] = partial(figure_cell, figure=figure)
+    columns["n"] = lambda row: str(len(row["measured"]))
+    return fill(columns, rows)
 
 
-def cell(figure: str, values: list[float]) -> str:
-    return spread(values, lambda value: f"{value * (100 if figure in SHARES else 1):.2f}")
+def figure_cell(row: dict[str, Any], figure: str) -> str:
+    """Return the mean of a figure over the runs of a row; the row of real images may lack it."""
+    scale = 100 if figure in SHARES else 1
+    values = [figures[figure] for figures in row["measured"] if figure in figures]
+    return spread(values, lambda value: f"{value * scale:.2f}")
 
 
 def frechet(runs: list[Run]) -> tuple[Metric, str, Values]:
     """Return the Fréchet distance as a metric, what it was measured on, and its value for each measured run."""
-    found = {run.folder: one["figures"] for run in runs for one in read_all([run])}
-    name = next((n for figures in found.values() for n in figures if n.startswith("FD-")), "FD-own")
-    return Mean(name, higher_is_better=False), "samples", {folder: figures[name] for folder, figures in found.items()}
+    found: Values = {}
+    name = "FD-own"
+    for run in runs:
+        for one in read_all([run]):
+            name = next(figure for figure in one["figures"] if figure.startswith("FD-"))
+            found[run.folder] = one["figures"][name]
+    return Mean(name, higher_is_better=False), "samples", found
 
 
 def read_all(runs: list[Run]) -> list[dict[str, Any]]:
@@ -70,9 +84,11 @@ def read(folder: Path) -> dict[str, Any]:
         held = json.loads(path.read_text())
         made, floor = held["rows"]
         held |= {"real": made["reference"], "samples": made["samples"]}
-        figures = {name: float(value) for name, (value, _) in made["figures"].items()}
-        found = {**{name: held[name] for name in ALIKE}, "figures": figures, "floor": floor, "path": path}
-        step, there = held["step"], [step for step, _ in steps_of(folder, held["checkpoint"])]
+        found = {name: held[name] for name in ALIKE}
+        found["figures"] = {name: float(value) for name, (value, _) in made["figures"].items()}
+        found |= {"floor": floor, "path": path}
+        step = held["step"]
+        there = [step for step, _ in steps_of(folder, held["checkpoint"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a file of ./run.sh distance ({type(error).__name__}: {error})") from None
     if there and step != there[0]:

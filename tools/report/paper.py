@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from lion.config import flatten, to_dict
@@ -12,7 +13,7 @@ from lion.recipe import Recipe, free_keys
 from tools.compose import metric_of, resolve
 from tools.listing import NO_ROW, recipe_files
 from tools.options import SCALES
-from tools.paper.tables import cells, read_tables
+from tools.paper.tables import Table, cells, read_tables
 
 NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result
 
@@ -35,48 +36,73 @@ def claims_about(task: str) -> Claims:
 
     A pair that the papers print in two orders, on any data, is a question.
     """
-    claims, asked, both = dict[tuple[str, str], None](), dict[tuple[str, str], None](), set[tuple[str, str]]()
+    claims: dict[tuple[str, str], None] = {}
+    asked: dict[tuple[str, str], None] = {}
+    both: set[tuple[str, str]] = set()
+    for table, names in tables_of(task):
+        for a, b in table.claims:
+            if named_apart(a, b, names):
+                pair = names[a], names[b]
+                if pair[::-1] in claims:
+                    both |= {pair, pair[::-1]}
+                else:
+                    claims[pair] = None
+        for a, b in table.open:
+            if named_apart(a, b, names):
+                pair = names[a], names[b]
+                if table.rows[a].published and table.rows[b].published:
+                    both |= {pair, pair[::-1]}
+                if pair[::-1] not in asked:
+                    asked[pair] = None
+    clear = [pair for pair in claims if pair not in both]
+    questions: dict[tuple[str, str], None] = {}
+    for pair in (*asked, *claims):
+        if pair[::-1] in claims:
+            pair = pair[::-1]
+        if pair not in clear:
+            questions[pair] = None
+    return Claims(tuple(clear), tuple(questions))
+
+
+def tables_of(task: str) -> Iterator[tuple[Table, dict[str, str]]]:
+    """Yield the tables at both scales, with the names of those rows whose recipes are of a task."""
     for name, table in read_tables().items():
-        printed = {row for row, each in table.rows.items() if each.published}
         for scale in SCALES:
-            names = {cell.row: called(cell.recipe) for cell in cells(name, table, scale) if of(cell.recipe) == task}
-            for found, pairs in ((claims, table.claims), (asked, table.open)):
-                for a, b in pairs:
-                    pair, other = (names.get(a), names.get(b)), (names.get(b), names.get(a))
-                    if None in pair or pair == other:
-                        continue
-                    opposite = other in claims if found is claims else printed >= {a, b}
-                    if opposite:
-                        both |= {pair, other}
-                    if other not in found:
-                        found[pair] = None
-    clear = tuple(pair for pair in claims if pair not in both)
-    questions = dict.fromkeys(pair[::-1] if pair[::-1] in claims else pair for pair in (*asked, *claims))
-    return Claims(clear, tuple(pair for pair in questions if pair not in clear))
+            names = {}
+            for cell in cells(name, table, scale):
+                if of(cell.recipe) == task:
+                    names[cell.row] = called(cell.recipe)
+            yield table, names
+
+
+def named_apart(a: str, b: str, names: dict[str, str]) -> bool:
+    """Return whether two rows of a table are runs of a task, with different names."""
+    return a in names and b in names and names[a] != names[b]
 
 
 def published(recipe: Recipe) -> str:
     """Return the papers' result of the same model on the same data, or "-" if there is none."""
-    kind = kind_of(recipe)
-    return " / ".join(dict.fromkeys(text for other, text in results() if other == kind)) or "-"
+    found = results().get(kind_of(recipe), [])
+    return " / ".join(dict.fromkeys(found)) or "-"
 
 
 @functools.cache
-def results() -> list[tuple[str, str]]:
-    """Return the papers' results in our recipes, each with the kind of its recipe, without the name of the metric."""
-    recipes = [resolve(path) for path in recipe_files().values()]
-    return [
-        (kind_of(recipe), recipe.about.expected.removesuffix(f" {metric_of(recipe).title}"))
-        for recipe in recipes
-        if NUMBER.match(recipe.about.expected) and not NO_ROW.match(recipe.about.row)
-    ]
+def results() -> dict[str, list[str]]:
+    """Return the papers' results in our recipes by the kind of the recipe, without the name of the metric."""
+    found: dict[str, list[str]] = {}
+    for path in recipe_files().values():
+        recipe = resolve(path)
+        if NUMBER.match(recipe.about.expected) and not NO_ROW.match(recipe.about.row):
+            text = recipe.about.expected.removesuffix(f" {metric_of(recipe).title}")
+            found.setdefault(kind_of(recipe), []).append(text)
+    return found
 
 
 def kind_of(recipe: Recipe) -> str:
     """Return the task, the start, and all settings of data and model that affect a result, as text."""
-    found = {"model": to_dict(recipe.model.resolved()), "data": to_dict(recipe.data)}
-    free = {*free_keys(recipe), "model.attention.form", "model.attention.chunk_size"}
-    values = {key: value for key, value in flatten(found).items() if key not in free}
+    values = flatten({"model": to_dict(recipe.model.resolved()), "data": to_dict(recipe.data)})
+    for key in (*free_keys(recipe), "model.attention.form", "model.attention.chunk_size"):
+        values.pop(key, None)
     return json.dumps([of(recipe), recipe.init_from is None, values], sort_keys=True)
 
 
@@ -90,5 +116,9 @@ def called(recipe: Recipe) -> str:
     The name consists of the label of the model, the label of the data (if rows may differ in training data), and
     "pre-trained" if the run started from another run.
     """
-    started = "" if recipe.init_from is None else "pre-trained"
-    return " ".join(filter(None, (recipe.model.label(), recipe.data.label(), started)))
+    words = [recipe.model.label()]
+    if recipe.data.label():
+        words.append(recipe.data.label())
+    if recipe.init_from is not None:
+        words.append("pre-trained")
+    return " ".join(words)

@@ -23,32 +23,42 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     found: dict[str, list[Run]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
-        tasks = [one.recipe.task.name for one in (run, runs[0])]
-        if tasks[0] != tasks[1]:
-            raise ConfigError(f"{run.folder}: task {tasks[0]!r}, but {runs[0].folder} has {tasks[1]!r}; use --section")
+        task, expected = run.recipe.task.name, runs[0].recipe.task.name
+        if task != expected:
+            raise ConfigError(f"{run.folder}: task {task!r}, but {runs[0].folder} has {expected!r}; use --section")
         run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
-        name, own = called(run.recipe), settings_of(run.recipe)
+        name = called(run.recipe)
+        own = settings_of(run.recipe)
         first = next(iter(settings.values()), own)
         trained_on = {f"data.{key}" for key in run.recipe.data.of_training}
         for key in own:
-            if (key.startswith(SHARED) or key in BUDGET) and key not in trained_on and own[key] != first.get(key):
+            shared = key.startswith(SHARED) or key in BUDGET
+            if shared and key not in trained_on and own[key] != first.get(key):
                 raise ConfigError(f"{run.folder}: not comparable with {runs[0].folder}, they differ in {key}")
-        if settings.setdefault(name, own) != own:
-            odd = next(k for k in own if own[k] != settings[name].get(k))
+        row = settings.setdefault(name, own)
+        if row != own:
+            odd = next(key for key in own if own[key] != row.get(key))
             raise ConfigError(f"{run.folder}: named {name!r} as {found[name][0].folder}, but differs in {odd}")
-        if any(other.recipe.seed == run.recipe.seed for other in found.get(name, ())):
+        others = found.setdefault(name, [])
+        if run.recipe.seed in [other.recipe.seed for other in others]:
             raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
-        found.setdefault(name, []).append(run)
-    return {name: sorted(found[name], key=lambda run: run.recipe.seed) for name in sorted(found, key=place)}
+        others.append(run)
+    return {name: sorted(found[name], key=seed_of) for name in sorted(found, key=place)}
+
+
+def seed_of(run: Run) -> int:
+    return run.recipe.seed
 
 
 def place(name: str) -> tuple[bool, int, str]:
     """Return the sort key of a row: softmax first, then the mixers as they are listed."""
     mixer = name.split()[0]
-    return mixer != SOFTMAX, [*MIXERS].index(mixer), name
+    return mixer != SOFTMAX, list(MIXERS).index(mixer), name
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all runs of a row share."""
-    left_out = free_keys(recipe) | {"seed", "init_from", "about.row", "about.expected", "about.hardware"}
-    return {k: v for k, v in flatten(to_dict(recipe)).items() if k not in left_out}
+    settings = flatten(to_dict(recipe))
+    for key in (*free_keys(recipe), "seed", "init_from", "about.row", "about.expected", "about.hardware"):
+        settings.pop(key, None)
+    return settings
