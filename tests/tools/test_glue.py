@@ -27,7 +27,7 @@ from tools import jobs as queue
 from tools.cli import run_command
 from tools.compose import resolve
 from tools.glue.plan import PUBLISHED_SEEDS, SEEDS, TABLE_8, make_jobs, read_pretrained, read_table
-from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_rows, rate_rows, read
+from tools.glue.results import best_rate, changes, collect, enters, mean_of_tasks, paper_table, rate_table, read
 from tools.processes import kill_tree, start_command
 
 # recipes.md 4.1: learning rate / weight decay / epochs, "a" for AdamW, in this order
@@ -296,7 +296,7 @@ def test_the_best_rate_of_each_task_counts():
     ]
     assert mean_of_tasks(kept, "numbers") == pytest.approx((2 * 73 + 55) / 3)
     assert mean_of_tasks(kept, "tasks") == pytest.approx((73 + 55) / 2)
-    header, body = rate_rows(rows_of(scores | {("rte", 3e-5): [1]}), read_table("lightnet"))
+    header, body = rate_table(rows_of(scores | {("rte", 3e-5): [1]}), read_table("lightnet"))
     assert header == ["task", "5e-05", "4e-05", "3e-05"]
     assert body == [
         ["mnli", "72.00 ± 2.83", "73.00 ± 0.00", "-"],
@@ -559,7 +559,7 @@ def test_a_run_of_another_task_is_refused_as_a_start(run, tmp_path, capsys):
 
 def test_the_papers_averages_are_those_of_its_tasks():
     """Check all averages, except two that are printed differently: Table 11, BASE, Hydra and Lion-S."""
-    header, rows = paper_rows()
+    header, rows = paper_table()
     odd = []
     for row in rows:
         numbers = [float(x) for cell in row[3:-1] if cell != "-" for x in cell.split("/")]

@@ -9,9 +9,8 @@ stopped runs are resumed. The table of results is written next to them, as resul
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ import numpy as np
 from data.text.glue import TASKS
 from data.text.sequences import Sequences
 from lion.config import ConfigError
+from lion.recipe import Recipe
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig
 from lion.trainer.runtime import start_runtime
@@ -32,8 +32,8 @@ from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretra
 from tools.glue.results import read as read_result
 from tools.glue.results import summarise
 from tools.jobs import at_once, work
-from tools.tables import digits
-from tools.tables import table as columns
+from tools.tables import digits, fill
+from tools.tables import table as as_text
 
 MEASURED = 8  # samples of a step that a dry run times
 
@@ -45,10 +45,12 @@ def main(argv: list[str]) -> int:
     table = read_table(args.recipe, args.cited)
     table.from_mnli &= not args.no_mnli
     pretrained = read_pretrained(args.run, args.tokenizer)
-    name = args.name or Path(args.recipe).stem + ("_cited" if args.cited else "")
-    chosen = {"tasks": args.tasks, "seeds": args.seeds, "overrides": args.overrides}
-    jobs = make_jobs(pretrained, table, name=name, **chosen)
-    held = {task: read(job, pretrained) for task, job in {job.task: job for job in jobs}.items()}
+    name = args.name or Path(args.recipe).stem
+    if args.cited and not args.name:
+        name += "_cited"
+    jobs = make_jobs(pretrained, table, name=name, tasks=args.tasks, seeds=args.seeds, overrides=args.overrides)
+    last = {job.task: job for job in jobs}
+    held = {task: read(job, pretrained) for task, job in last.items()}
     print(plan(jobs, table.tasks, held))
     if args.dry_run:
         print(cost(jobs, held))
@@ -89,65 +91,70 @@ def read(job: Job, pretrained: Pretrained) -> TaskData:
         ConfigError: The data cannot be used, or settings contradict each other or the data.
     """
     say(f"reading {job.task}")
-    splits, recipe = build_data(job.recipe), job.recipe
+    recipe = job.recipe
+    splits = build_data(recipe)
     splits.info.check_transfer(f"init_from: {pretrained.folder}", pretrained.info.to_dict())
     plan, task = check_settings(recipe, splits.info, len(splits.train), 1, room=True)
     lengths = np.random.default_rng(0).permutation(np.diff(splits.train.ends, prepend=0))
-    rows = lengths[: plan.steps_per_epoch * recipe.trainer.batch_size].reshape(-1, plan.micro).max(1)
-    tokens = plan.micro * plan.accumulation * statistics.mean(splits.train.padding.to(int(n)) for n in rows)
+    longest = lengths[: plan.steps_per_epoch * recipe.trainer.batch_size].reshape(-1, plan.micro).max(1)
+    padded = [splits.train.padding.to(int(length)) for length in longest]
+    tokens = plan.micro * plan.accumulation * statistics.mean(padded)
     return TaskData(len(splits.train), plan.total, tokens, splits.train, task)
 
 
 def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, TaskData]) -> str:
     """Return a table of the runs to train: settings, start, and seeds of each task."""
-    header = [
-        "task",
-        "start",
-        "lr",
-        "weight decay, Table 8",
-        "of AdamW",
-        "epochs",
-        "batch",
-        "length",
-        "steps",
-        "samples",
-        "published",
-        "seeds",
-    ]
     rows = []
-    for task, each in held.items():
-        own = [job for job in jobs if job.task == task]
-        recipe, cell = own[0].recipe, cells[task]
-        starts = dict.fromkeys(Path(job.recipe.init_from).name for job in own)
-        rows.append(
-            [
-                task,
-                ", ".join(starts),
-                ", ".join(dict.fromkeys(f"{job.recipe.optim.lr:g}" for job in own)),
-                decay(recipe.optim, cell),
-                f"{recipe.optim.weight_decay:g}",
-                f"{each.steps * recipe.trainer.batch_size / each.samples:.1f}",
-                str(recipe.trainer.batch_size),
-                str(recipe.data.length),
-                f"{each.steps:,}",
-                f"{each.samples:,}",
-                f"{TASKS[task].samples:,}",
-                ", ".join(seeds(own)),
-            ]
-        )
-    text = [columns(header, rows)]
-    for task in held:
-        if cells[task].cited:
-            said = ", ".join(f"{key} {value}" for key, value in cells[task].cited.items())
-            text.append(f"{task}: values of Table 8; the file that it cites has {said} (--cited)")
+    for task, data in held.items():
+        rows.append(Planned(task, [job for job in jobs if job.task == task], cells[task], data))
+    header, body = fill(PLAN, rows)
+    text = [as_text(header, body)]
+    for row in rows:
+        if row.cell.cited:
+            said = ", ".join(f"{key} {value}" for key, value in row.cell.cited.items())
+            text.append(f"{row.task}: values of Table 8; the file that it cites has {said} (--cited)")
     return "\n".join(text)
 
 
-def seeds(jobs: Sequence[Job]) -> Iterator[str]:
-    """Yield the seeds of the runs of a task, each with the number of runs that are done."""
-    for seed, own in itertools.groupby(jobs, lambda job: job.seed):
-        done = [job.finished for job in own]
-        yield f"{seed}{' (done)' if all(done) else f' ({sum(done)} of {len(done)} done)' if any(done) else ''}"
+class Planned(NamedTuple):
+    """A task of the plan: its runs, its cell of Table 8, and its data."""
+
+    task: str
+    jobs: list[Job]
+    cell: Cell
+    data: TaskData
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.jobs[0].recipe
+
+
+def starts(row: Planned) -> str:
+    return ", ".join(dict.fromkeys(Path(job.recipe.init_from).name for job in row.jobs))
+
+
+def rates(row: Planned) -> str:
+    return ", ".join(dict.fromkeys(f"{job.recipe.optim.lr:g}" for job in row.jobs))
+
+
+def epochs(row: Planned) -> str:
+    return f"{row.data.steps * row.recipe.trainer.batch_size / row.data.samples:.1f}"
+
+
+def seeds(row: Planned) -> str:
+    """Return the seeds of the runs of a task, each with the number of runs that are done."""
+    finished: dict[int, list[bool]] = {}
+    for job in row.jobs:
+        finished.setdefault(job.seed, []).append(job.finished)
+    words = []
+    for seed, done in finished.items():
+        word = str(seed)
+        if all(done):
+            word += " (done)"
+        elif any(done):
+            word += f" ({sum(done)} of {len(done)} done)"
+        words.append(word)
+    return ", ".join(words)
 
 
 def decay(optim: OptimConfig, cell: Cell) -> str:
@@ -157,18 +164,38 @@ def decay(optim: OptimConfig, cell: Cell) -> str:
     return f"{optim.weight_decay * optim.lr:g}"
 
 
+PLAN = {
+    "task": lambda row: row.task,
+    "start": starts,
+    "lr": rates,
+    "weight decay, Table 8": lambda row: decay(row.recipe.optim, row.cell),
+    "of AdamW": lambda row: f"{row.recipe.optim.weight_decay:g}",
+    "epochs": epochs,
+    "batch": lambda row: str(row.recipe.trainer.batch_size),
+    "length": lambda row: str(row.recipe.data.length),
+    "steps": lambda row: f"{row.data.steps:,}",
+    "samples": lambda row: f"{row.data.samples:,}",
+    "published": lambda row: f"{TASKS[row.task].samples:,}",
+    "seeds": seeds,
+}
+
+
 def cost(jobs: Sequence[Job], held: Mapping[str, TaskData]) -> str:
     """Describe the cost of all unfinished runs: tokens, and hours estimated from steps that are timed now."""
     left = [job for job in jobs if not job.finished]
     if not left:
         return "all runs are finished"
     token, update = measure(left[0], held[left[0].task])
-    tokens = {job.name: held[job.task].steps * held[job.task].tokens for job in left}
-    full = {job.name: held[job.task].steps * job.recipe.trainer.batch_size * job.recipe.data.length for job in left}
-    hours = sum(tokens[job.name] * token + held[job.task].steps * update for job in left) / 3600
+    steps = tokens = full = 0.0
+    for job in left:
+        data = held[job.task]
+        steps += data.steps
+        tokens += data.steps * data.tokens
+        full += data.steps * job.recipe.trainer.batch_size * job.recipe.data.length
+    hours = (tokens * token + steps * update) / 3600
     return (
-        f"{len(left)} runs, {sum(tokens.values()) / 1e6:,.1f} M tokens in batches padded to their longest row "
-        f"({sum(full.values()) / 1e6:,.1f} M at full length); about {digits(hours)} h one after the other, without "
+        f"{len(left)} runs, {tokens / 1e6:,.1f} M tokens in batches padded to their longest row "
+        f"({full / 1e6:,.1f} M at full length); about {digits(hours)} h one after the other, without "
         f"evaluation: {digits(1e6 * token)} us per token and {digits(1e3 * update)} ms per update, measured here, eager"
     )
 

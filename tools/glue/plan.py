@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,9 @@ class Cell:
 
     def torch_decay(self, peak: float) -> float:
         """Return the equivalent weight decay for PyTorch's AdamW with this peak learning rate."""
-        return self.weight_decay if self.optimizer == "adamw" else self.weight_decay / peak
+        if self.optimizer == "adamw":
+            return self.weight_decay
+        return self.weight_decay / peak
 
 
 @dataclass
@@ -93,10 +95,15 @@ class Table:
 
     def own(self, task: str) -> list[str]:
         """Return the settings for a task, as overrides on the command line."""
-        found = {**self.settings, "data.length": self.length, "trainer.epochs": self.tasks[task].epochs}
+        found = self.settings | {"data.length": self.length, "trainer.epochs": self.tasks[task].epochs}
         if self.tasks[task].metrics:
             found["task.metrics"] = self.tasks[task].metrics
-        return [f"{key}={json.dumps(value)}" for key, value in found.items()]
+        return as_overrides(found)
+
+
+def as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings by key as overrides on the command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 @functools.cache
@@ -116,16 +123,22 @@ def read_table(name: str, cited: bool = False) -> Table:
         ConfigError: There is no such recipe, or the file is invalid.
     """
     names = table_names()
-    path = TABLE_8 / f"{name}.yaml" if name in names else Path(name)
+    path = Path(name)
+    if name in names:
+        path = TABLE_8 / f"{name}.yaml"
     if not path.is_file():
         raise ConfigError(f"--recipe: unknown GLUE recipe {name!r}, {nearest(name, names)}")
-    values, source = functools.reduce(merge, (layer for _, layer in read_layers(path))), lambda _: str(path)
-    table = build(Table, values, source=source)
+
+    def source(key: str) -> str:
+        return str(path)
+
+    layers = [layer for _, layer in read_layers(path)]
+    table = build(Table, functools.reduce(merge, layers), source=source)
     for task, cell in table.tasks.items():
         if task not in TASKS:
             raise ConfigError(f"{path}: tasks: unknown GLUE task {task!r}, {nearest(task, TASKS)}")
         made = build(Cell, cell, source=source, key=f"tasks.{task}")
-        other = build(Cell, {**cell, **made.cited, "cited": {}}, source=source, key=f"tasks.{task}.cited")
+        other = build(Cell, cell | made.cited | {"cited": {}}, source=source, key=f"tasks.{task}.cited")
         table.tasks[task] = other if cited else made
     return table
 
@@ -166,7 +179,8 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
     if not isinstance(task, MaskedLM):
         raise ConfigError(f"{folder}: task {recipe.task.name!r}, GLUE needs a run of masked_lm")
     place = folder / "glue" / "tokenizer"
-    kept = next((path for path in sorted(place.glob("*")) if (path / FILES[0]).is_file()), None)
+    there = sorted(place.glob(f"*/{FILES[0]}"))
+    kept = there[0].parent if there else None
     if tokenizer is not None or kept is None:
         opened = open_tokenizer(tokenizer) if tokenizer else own_tokenizer(folder)
         check_tokenizer(opened, task.info, folder)
@@ -207,7 +221,26 @@ def make_jobs(
     Raises:
         ConfigError: A task is unknown, settings do not fit, or a run of MNLI is needed but neither there nor planned.
     """
-    for key in (item.partition("=")[0] for item in overrides):
+    check_chosen(table, tasks, overrides)
+    planner = Planner(pretrained, table, name, overrides)
+    jobs: list[Job] = []
+    for task in sorted(tasks, key=list(TASKS).index):
+        for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
+            jobs += planner.jobs(task, seed, jobs)
+    for job in jobs:
+        check_earlier(job)
+    warn_of_changed_starts(jobs)
+    return jobs
+
+
+def check_chosen(table: Table, tasks: Sequence[str], overrides: Sequence[str]) -> None:
+    """Check the tasks and overrides of a command.
+
+    Raises:
+        ConfigError: A task is unknown, or an override is set for each run.
+    """
+    for item in overrides:
+        key = item.partition("=")[0]
         if key in OWN or key.startswith("run."):
             raise ConfigError(f"{key}: is set separately for each run; use --seeds, --no-mnli and --name")
         if key == "optim.lr" and table.rates:
@@ -215,42 +248,68 @@ def make_jobs(
     for task in tasks:
         if task not in table.tasks:
             raise ConfigError(f"--tasks: unknown task {task!r} of GLUE in this recipe, {nearest(task, table.tasks)}")
-    jobs: list[Job] = []
 
-    @functools.cache
-    def mnli(seed: int) -> Job:
-        return job("mnli", seed, None)
 
-    def job(task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
-        path, cell = recipe_path(f"glue_{task}"), table.tasks[task]
-        shared = [*settings(pretrained, task), *table.own(task), f"optim.lr={rate or cell.lr!r}"]
-        optim = resolve(path, [*shared, *overrides]).optim  # the decay per step does not depend on the rate
-        shared += [f"optim.weight_decay={cell.torch_decay(optim.lr)!r}", *overrides]
-        shared += [f"seed={seed}", f"run.name={task}{f'_lr{rate:g}' if rate else ''}_seed{seed}"]
-        shared += [f"run.root={json.dumps(str(pretrained.folder / 'glue' / name))}"]
-        shared += [f"init_from={json.dumps(str(after.folder if after else pretrained.folder))}"]
+@dataclass(frozen=True)
+class Planner:
+    """Makes the runs of a recipe for GLUE, in the folder `glue/NAME` of the run to start from."""
+
+    pretrained: Pretrained
+    table: Table
+    name: str
+    overrides: Sequence[str]
+
+    def jobs(self, task: str, seed: int, planned: Sequence[Job]) -> list[Job]:
+        """Return the runs of a task with a seed, one for each learning rate; `planned` are those before."""
+        after = None
+        if task in FROM_MNLI and self.table.from_mnli:
+            after = self.start(task, seed, planned)
+        if not self.table.rates:
+            return [self.job(task, seed, after)]
+        return [self.job(task, seed, after, rate) for rate in self.table.rates]
+
+    def start(self, task: str, seed: int, planned: Sequence[Job]) -> Job:
+        """Return the run of MNLI from which a task starts, with its seed or the first one.
+
+        Raises:
+            ConfigError: There is no such run, and none is planned.
+        """
+        names = [job.name for job in planned]
+        if "mnli" in self.table.tasks:
+            for own in dict.fromkeys((seed, SEEDS[0])):
+                job = self.job("mnli", own, None)
+                if job.name in names or job.finished:
+                    return job
+        raise ConfigError(
+            f"--tasks: {task} starts from the run of mnli (Table 8), which is missing: add mnli, or --no-mnli starts "
+            f"it from {self.pretrained.folder}"
+        )
+
+    def job(self, task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
+        """Return the run of a task that starts from the run `after`, or from the pre-training run."""
+        path = recipe_path(f"glue_{task}")
+        cell = self.table.tasks[task]
+        shared = settings(self.pretrained, task) + self.table.own(task)
+        shared.append(f"optim.lr={rate or cell.lr!r}")
+        optim = resolve(path, [*shared, *self.overrides]).optim  # the decay per step does not depend on the rate
+        shared.append(f"optim.weight_decay={cell.torch_decay(optim.lr)!r}")
+        shared += self.overrides
+        called = f"{task}_seed{seed}" if rate is None else f"{task}_lr{rate:g}_seed{seed}"
+        start = self.pretrained.folder if after is None else after.folder
+        shared += [f"seed={seed}", f"run.name={called}"]
+        shared += as_overrides({"run.root": str(self.pretrained.folder / "glue" / self.name), "init_from": str(start)})
         return Job((f"glue_{task}", *shared), resolve(path, shared), after, task, seed, cell)
 
-    for task in sorted(tasks, key=[*TASKS].index):
-        for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
-            after = None
-            if task in FROM_MNLI and table.from_mnli:
-                starts = [mnli(s) for s in dict.fromkeys((seed, SEEDS[0]))] if "mnli" in table.tasks else []
-                planned = [other.name for other in jobs]
-                after = next((other for other in starts if other.name in planned or other.finished), None)
-                if after is None:
-                    raise ConfigError(
-                        f"--tasks: {task} starts from the run of mnli (Table 8), which is missing: add mnli, or "
-                        f"--no-mnli starts it from {pretrained.folder}"
-                    )
-            rates = table.rates or (None,)
-            jobs += [mnli(seed)] if rates == (None,) and task == "mnli" else [job(task, seed, after, r) for r in rates]
-    for each in jobs:
-        check_earlier(each)
-    for start in {job.after.folder: job.after for job in jobs if job.after and job.after not in jobs}.values():
-        if changed := differences(stored_recipe(start.folder), start.recipe):
+
+def warn_of_changed_starts(jobs: Sequence[Job]) -> None:
+    """Warn of runs of MNLI from earlier calls that have other settings than this one."""
+    folders = [job.folder for job in jobs]
+    for start in {job.after.folder: job.after for job in jobs if job.after}.values():
+        if start.folder in folders:
+            continue
+        changed = differences(stored_recipe(start.folder), start.recipe)
+        if changed:
             log.warning("%s, from which tasks start, has other settings: %s", start.folder, "; ".join(changed))
-    return jobs
 
 
 def settings(pretrained: Pretrained, task: str) -> list[str]:
@@ -258,17 +317,19 @@ def settings(pretrained: Pretrained, task: str) -> list[str]:
 
     Attention dropout is switched off; precision stays float32 if the recipe of the task asks for float32.
     """
-    model, trainer = to_dict(pretrained.recipe.model), pretrained.recipe.trainer
-    own = {"name": "bert_classifier", "attention": {**model["attention"], "score_dropout": 0.0}}
-    given: dict[str, Any] = {
-        "model": {**model, **own},
+    model = to_dict(pretrained.recipe.model)
+    model["name"] = "bert_classifier"
+    model["attention"]["score_dropout"] = 0.0
+    trainer = pretrained.recipe.trainer
+    given = {
+        "model": model,
         "data.tokenizer": str(pretrained.tokenizer),
         "trainer.precision": "fp32" if in_float32(task) else trainer.precision,
         "trainer.matmul": trainer.matmul,
         "trainer.compile": trainer.compile,
         "trainer.device": trainer.device,
     }
-    return [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    return as_overrides(given)
 
 
 @functools.cache
@@ -283,7 +344,10 @@ def check_earlier(job: Job) -> None:
     Raises:
         ConfigError: The folder holds such a run.
     """
-    if (job.folder / RECIPE).is_file() and (changed := differences(stored_recipe(job.folder), job.recipe)):
+    if not (job.folder / RECIPE).is_file():
+        return
+    changed = differences(stored_recipe(job.folder), job.recipe)
+    if changed:
         raise ConfigError(
             f"{job.folder} holds a run with other settings, {'; '.join(changed)}: --name NAME keeps these runs apart"
         )

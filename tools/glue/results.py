@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from lion.recipe import Recipe, free_keys
 from lion.recipe_files import SUMMARY
 from lion.tasks.sequence_classification import METRICS
 from tools.compose import resolve, resolve_run
-from tools.glue.plan import Table
-from tools.store import Row, Store
-from tools.tables import pipes, spread, table
+from tools.glue.plan import Table as TaskSettings
+from tools.store import Row, Store, grouped
+from tools.tables import Cell, Table, fill, hundredths, pipes, spread, table
 
 # (split, metric) pairs of which the score of a task is the mean, if they were measured; the score of any other task is
 # its first metric
@@ -27,16 +26,19 @@ ENTERS = {
     "mnli": (("val", "accuracy"), ("val_mismatched", "accuracy")),
     "qqp": (("val", "accuracy"), ("val", "f1")),
 }
+SAME_RATE = "same rate for all"
 SETTINGS = ("data.", "task.", "optim.", "schedule.")
 SETTINGS += ("trainer.batch_size", "trainer.epochs", "trainer.steps", "trainer.clip_grad", "trainer.ema")
-HEADER = ["task", "metric", "score", "best", "n", "also", "start", "samples an epoch", "of"]
 
 
 def collect(folder: Path) -> list[Row]:
     """Read all finished runs of a folder, in the order of the tasks."""
-    runs = [path.parent for path in folder.glob(f"*_seed*/{SUMMARY}")]
-    rows = [read(run) for run in runs]
-    return sorted(rows, key=lambda row: ([*TASKS].index(row["task"]), -row["lr"], row["seed"]))
+    rows = [read(path.parent) for path in folder.glob(f"*_seed*/{SUMMARY}")]
+    return sorted(rows, key=place)
+
+
+def place(row: Row) -> tuple:
+    return list(TASKS).index(row["task"]), -row["lr"], row["seed"]
 
 
 def read(run: Path) -> Row:
@@ -47,16 +49,21 @@ def read(run: Path) -> Row:
     """
     recipe = resolve_run(run)
     try:
-        lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
         steps: dict[int, dict[str, float]] = {}
-        for line in (x for x in lines if x["kind"] != "train"):
-            values = {f"{line['kind']} {name}": line[name] for name in (*recipe.task.metrics, "loss")}
-            steps.setdefault(line["step"], {}).update(values)
+        steps_per_epoch = {}
+        for text in (run / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            if line["kind"] == "train":
+                continue
+            values = steps.setdefault(line["step"], {})
+            for name in (*recipe.task.metrics, "loss"):
+                values[f"{line['kind']} {name}"] = line[name]
+            if line["kind"] == "val":
+                steps_per_epoch[line["step"]] = round(line["step"] / line["epoch"])
         entering = enters(recipe.data.task, recipe.task.metrics)
-        scores = {step: 100 * statistics.mean(v[e] for e in entering if e in v) for step, v in steps.items()}
+        scores = {step: score(values, entering) for step, values in steps.items()}
         last = max(scores)
-        end = next(line for line in lines if line["kind"] == "val" and line["step"] == last)
-        samples = round(end["step"] / end["epoch"]) * recipe.trainer.batch_size
+        samples = steps_per_epoch[last] * recipe.trainer.batch_size
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{run}: its metrics cannot be read ({type(error).__name__}: {error})") from None
     return {
@@ -69,15 +76,24 @@ def read(run: Path) -> Row:
         "settings": settings_of(recipe),
         "start": str(recipe.init_from),
         "samples": samples,
-        "missing": [e for e in entering if e not in steps[last]],
+        "missing": [name for name in entering if name not in steps[last]],
         "metrics": steps[last],
     }
+
+
+def score(values: dict[str, float], entering: Sequence[str]) -> float:
+    """Return the score of an evaluation, the mean of those metrics that were measured."""
+    return 100 * statistics.mean(values[name] for name in entering if name in values)
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that affect a score, except those of the model."""
     free = free_keys(recipe)
-    return {k: v for k, v in flatten(to_dict(recipe)).items() if k.startswith(SETTINGS) and k not in free}
+    found = {}
+    for key, value in flatten(to_dict(recipe)).items():
+        if key.startswith(SETTINGS) and key not in free:
+            found[key] = value
+    return found
 
 
 def enters(task: str, metrics: Sequence[str]) -> list[str]:
@@ -86,7 +102,7 @@ def enters(task: str, metrics: Sequence[str]) -> list[str]:
     return known or [f"val {metrics[0]}"]
 
 
-def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
+def summarise(folder: Path, pretrained: Recipe, name: str, asked: TaskSettings) -> str:
     """Write `results.json` and `results.md` for the finished runs of a folder, and return the text to print.
 
     Args:
@@ -102,23 +118,22 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: Table) -> str:
     for row in every:
         store.add(row)
     rows = best_rate(every) if asked.rates else every
-    average, notes = mean_of_tasks(rows, asked.average), [*remarks(rows, asked), *changes(rows, asked)]
-    body = task_rows(rows)
-    label = "average" if len(body) == len(TASKS) else f"average of {len(body)} tasks"
-    body.append([label, "", f"{average:.2f}", *[""] * (len(HEADER) - 3)])
-    paper = paper_rows()
+    average = mean_of_tasks(rows, asked.average)
+    notes = remarks(rows, asked) + changes(rows, asked)
     who = f"{pretrained.run.name}: {pretrained.model.label()}, {pretrained.model.shape()}; {name}"
-    text = ["# GLUE", who, pipes(HEADER, body, text=("task", "metric", "also", "start")), *notes]
-    grid = rate_rows(every, asked) if asked.rates else None
-    if grid is not None:
-        text += ["## Learning rates", pipes(*grid, text=("task",))]
-    text += [
-        "## The papers' scores, and their averages over all eight tasks",
-        pipes(*paper, text=("size", "model", "recipe")),
-    ]
+    header, body = task_table(rows, average)
+    text = ["# GLUE", who, pipes(header, body, text=("task", "metric", "also", "start")), *notes]
+    printed = [who, table(header, body), "\n".join(notes)]
+    if asked.rates:
+        header, body = rate_table(every, asked)
+        text += ["## Learning rates", pipes(header, body, text=("task",))]
+        printed.append(table(header, body))
+    header, body = paper_table()
+    text.append("## The papers' scores, and their averages over all eight tasks")
+    text.append(pipes(header, body, text=("size", "model", "recipe")))
+    printed.append(table(header, body))
     store.save("\n\n".join(text) + "\n", average=average, average_over=asked.average, recipe=name)
-    tables = [table(HEADER, body), "\n".join(notes), *([] if grid is None else [table(*grid)]), table(*paper)]
-    return "\n\n".join([who, *tables, store.files()])
+    return "\n\n".join([*printed, store.files()])
 
 
 def best_rate(rows: list[Row]) -> list[Row]:
@@ -126,49 +141,64 @@ def best_rate(rows: list[Row]) -> list[Row]:
 
     While some seeds are missing, only the rates with the most seeds are compared.
     """
-    kept = []
-    for _, own in itertools.groupby(rows, lambda row: row["task"]):
-        by_rate: dict[float, list[Row]] = {}
-        for row in own:
-            by_rate.setdefault(row["lr"], []).append(row)
-        kept += max(by_rate.values(), key=lambda rows: (len(rows), statistics.mean(row["score"] for row in rows)))
+    kept: list[Row] = []
+    for own in grouped(rows, ("task",)):
+        kept += max(grouped(own, ("lr",)), key=by_score)
     return kept
 
 
-def rate_rows(rows: list[Row], asked: Table) -> tuple[list[str], list[list[str]]]:
-    """Return (header, rows) of all tasks and rates, with the average of each rate that all tasks have."""
-    rates = sorted({row["lr"] for row in rows}, reverse=True)
-    tasks = [*dict.fromkeys(row["task"] for row in rows)]
-    columns = [[row for row in rows if row["lr"] == rate] for rate in rates]
-    body = [[t, *(spread([r["score"] for r in own if r["task"] == t], hundredths) for own in columns)] for t in tasks]
-    whole = [len({row["task"] for row in own}) == len(tasks) for own in columns]
-    means = (hundredths(mean_of_tasks(own, asked.average)) if all_ else "-" for own, all_ in zip(columns, whole))
-    return ["task", *(f"{rate:g}" for rate in rates)], [*body, ["same rate for all", *means]]
+def by_score(rows: list[Row]) -> tuple[int, float]:
+    """Return the number of runs and their mean score."""
+    return len(rows), statistics.mean(row["score"] for row in rows)
 
 
-def task_rows(rows: list[Row]) -> list[list[str]]:
-    """Return the rows of the table of results, one per task."""
-    body = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
-        first = own[0]
-        entering = [e for e in enters_of(first) if e not in first["missing"]]
-        beside = [name for name in first["metrics"] if name not in entering and not name.endswith(" loss")]
-        body.append(
-            [
-                task,
-                " + ".join(map(words, entering)),
-                spread([row["score"] for row in own], hundredths),
-                spread([row["best"] for row in own], hundredths),
-                str(len(own)),
-                ", ".join(f"{words(n)} {spread([100 * r['metrics'][n] for r in own], hundredths)}" for n in beside)
-                or "-",
-                ", ".join(dict.fromkeys(Path(row["start"]).name for row in own)),
-                f"{first['samples']:,}",
-                f"{TASKS[task].samples:,}",
-            ]
-        )
-    return body
+def rate_table(rows: list[Row], asked: TaskSettings) -> Table:
+    """Return the table of all tasks and rates, with the average of each rate that all tasks have."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    columns: dict[str, Cell] = {"task": lambda line: line}
+    for own in sorted(grouped(rows, ("lr",)), key=rate_of, reverse=True):
+        scores: dict[str, list[float]] = {}
+        for row in own:
+            scores.setdefault(row["task"], []).append(row["score"])
+        found = {task: spread(values, hundredths) for task, values in scores.items()}
+        if len(scores) == len(tasks):
+            found[SAME_RATE] = hundredths(mean_of_tasks(own, asked.average))
+        columns[f"{rate_of(own):g}"] = found.get
+    return fill(columns, [*tasks, SAME_RATE])
+
+
+def rate_of(rows: list[Row]) -> float:
+    """Return the learning rate of the runs of one rate."""
+    return rows[0]["lr"]
+
+
+def task_table(rows: list[Row], average: float) -> Table:
+    """Return the table of results: a row for each task, and the average."""
+    header, body = fill(RESULTS, grouped(rows, ("task",)))
+    last = [""] * len(header)
+    last[0] = "average" if len(body) == len(TASKS) else f"average of {len(body)} tasks"
+    last[2] = hundredths(average)
+    return header, [*body, last]
+
+
+def entering_of(rows: list[Row]) -> list[str]:
+    """Return the metrics that formed the score of the runs of a task."""
+    return [name for name in enters_of(rows[0]) if name not in rows[0]["missing"]]
+
+
+def beside(rows: list[Row]) -> str:
+    """Return the other metrics of the runs of a task."""
+    entering = entering_of(rows)
+    found = []
+    for name in rows[0]["metrics"]:
+        if name not in entering and not name.endswith(" loss"):
+            values = [100 * row["metrics"][name] for row in rows]
+            found.append(f"{words(name)} {spread(values, hundredths)}")
+    return ", ".join(found) or "-"
+
+
+def starts(rows: list[Row]) -> str:
+    return ", ".join(dict.fromkeys(Path(row["start"]).name for row in rows))
 
 
 def enters_of(row: Row) -> list[str]:
@@ -182,8 +212,17 @@ def words(key: str) -> str:
     return f"{split.removeprefix('val').removeprefix('_')} {METRICS[metric].title}".strip()
 
 
-def hundredths(value: float) -> str:
-    return f"{value:.2f}"
+RESULTS: dict[str, Cell] = {
+    "task": lambda rows: rows[0]["task"],
+    "metric": lambda rows: " + ".join(map(words, entering_of(rows))),
+    "score": lambda rows: spread([row["score"] for row in rows], hundredths),
+    "best": lambda rows: spread([row["best"] for row in rows], hundredths),
+    "n": lambda rows: str(len(rows)),
+    "also": beside,
+    "start": starts,
+    "samples an epoch": lambda rows: f"{rows[0]['samples']:,}",
+    "of": lambda rows: f"{TASKS[rows[0]['task']].samples:,}",
+}
 
 
 def mean_of_tasks(rows: list[Row], average: str) -> float:
@@ -196,11 +235,15 @@ def mean_of_tasks(rows: list[Row], average: str) -> float:
 
 def counts_of(rows: list[Row], average: str) -> dict[str, int]:
     """Return how often each task counts in the average: once, or (`average` "numbers") once per measured number."""
-    numbers = average == "numbers"
-    return {row["task"]: len(enters_of(row)) - len(row["missing"]) if numbers else 1 for row in rows}
+    counts = {}
+    for row in rows:
+        counts[row["task"]] = 1
+        if average == "numbers":
+            counts[row["task"]] = len(enters_of(row)) - len(row["missing"])
+    return counts
 
 
-def remarks(rows: list[Row], asked: Table) -> list[str]:
+def remarks(rows: list[Row], asked: TaskSettings) -> list[str]:
     """Return notes that a reader needs in order to understand the scores."""
     there = {row["task"] for row in rows}
     chosen = "as published; nothing is selected on these sets"
@@ -212,9 +255,11 @@ def remarks(rows: list[Row], asked: Table) -> list[str]:
     ]
     if counts_of(rows, asked.average).get("mnli") == 2:
         notes.append("The average is over numbers: the two accuracies of MNLI count as two.")
-    if missing := [task for task in TASKS if task not in there]:
+    missing = [task for task in TASKS if task not in there]
+    if missing:
         notes.append(f"Not run: {', '.join(missing)}; the average is not the GLUE average.")
-    if short := [row["task"] for row in rows if row["samples"] < 0.9 * TASKS[row["task"]].samples]:
+    short = [row["task"] for row in rows if row["samples"] < 0.9 * TASKS[row["task"]].samples]
+    if short:
         notes.append(f"Trained on a part of the training set: {', '.join(dict.fromkeys(short))}.")
     for row in rows:
         for name in row["missing"]:
@@ -224,27 +269,30 @@ def remarks(rows: list[Row], asked: Table) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def changes(rows: list[Row], asked: Table) -> list[str]:
+def changes(rows: list[Row], asked: TaskSettings) -> list[str]:
     """Return notes on settings of runs that differ from the recipe for GLUE."""
     notes = []
     for row in rows:
         task, own = row["task"], row["settings"]
-        if (cell := asked.tasks.get(task)) is None:
+        cell = asked.tasks.get(task)
+        if cell is None:
             notes.append(f"{task}: not in this recipe; its runs are from earlier calls.")
             continue
         named = settings_of(resolve(f"glue_{task}", asked.own(task)))
         named["optim.lr"] = row["lr"] if row["lr"] in asked.rates else cell.lr
         named["optim.weight_decay"] = cell.torch_decay(own["optim.lr"])
-        if other := [f"{key} {own[key]} in place of {value}" for key, value in named.items() if own[key] != value]:
-            notes.append(f"{row['task']}: {', '.join(other)}.")
+        other = [f"{key} {own[key]} in place of {value}" for key, value in named.items() if own[key] != value]
+        if other:
+            notes.append(f"{task}: {', '.join(other)}.")
     return list(dict.fromkeys(notes))
 
 
-def paper_rows() -> tuple[list[str], list[list[str]]]:
+def paper_table() -> Table:
+    """Return the table of the papers' scores."""
     held: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
-    tasks = ("mnli", "rte", "qqp", "qnli", "sst2", "stsb", "mrpc", "cola")
-    rows = [
-        [row["size"], row["model"], row["recipe"], *row.get("tasks", ["-"] * len(tasks)), row["average"]]
-        for row in held
-    ]
+    tasks = ["mnli", "rte", "qqp", "qnli", "sst2", "stsb", "mrpc", "cola"]
+    rows = []
+    for row in held:
+        scores = row.get("tasks", ["-"] * len(tasks))
+        rows.append([row["size"], row["model"], row["recipe"], *scores, row["average"]])
     return ["size", "model", "recipe", *tasks, "the paper"], rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from lion.config import ConfigError
 from tools.glue.plan import read_table, table_names
 from tools.glue.results import best_rate, counts_of
+from tools.tables import Cell, Table, fill, hundredths
 
 Scores = dict[str, list[float]]  # by task, a score for each seed
 
@@ -19,8 +21,8 @@ Scores = dict[str, list[float]]  # by task, a score for each seed
 def scores_table(
     found: Mapping[tuple[str, str], Sequence[Scores]],
     counts: Mapping[tuple[str, str], Mapping[str, int]] = MappingProxyType({}),
-) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of a table with the mean score of each task and the mean over all tasks.
+) -> Table:
+    """Return a table with the mean score of each task and the mean over all tasks.
 
     `n` is the number of scores per task; it is a range if tasks differ. MNLI counts twice in the mean of a recipe whose
     average is over numbers (`Table.average`), if both accuracies were measured.
@@ -30,24 +32,51 @@ def scores_table(
         counts: How often each task counts in the mean of a row (`read_counts`); by default as in the recipe of the
             row's name.
     """
-    tasks = tasks_of([scores for some in found.values() for scores in some])
+    joined = {row: joint(some) for row, some in found.items()}
+    tasks = list(joint(list(joined.values())))
     rows = []
-    for (name, recipe), some in found.items():
-        means = {task: statistics.mean(x for scores in some for x in scores.get(task, ())) for task in tasks_of(some)}
-        sizes = [sum(len(scores.get(task, ())) for scores in some) for task in means]
+    for (name, recipe), scores in joined.items():
+        means = {task: statistics.mean(values) for task, values in scores.items()}
+        weights = counts.get((name, recipe)) or default_counts(recipe)
+        average = None
+        if len(means) == len(tasks):
+            own = [weights.get(task, 1) for task in means]
+            average = hundredths(statistics.fmean(means.values(), own))
+            if 2 in own:
+                average += ", MNLI twice"
+        sizes = {len(values) for values in scores.values()}
         n = "-".join(map(str, sorted({min(sizes), max(sizes)})))
-        own = counts.get((name, recipe)) or ({"mnli": 2} if average_of(recipe) == "numbers" else {})
-        weights = [own.get(task, 1) for task in means]
-        average = f"{statistics.fmean(means.values(), weights):.2f}" if len(means) == len(tasks) else "-"
-        if 2 in weights and average != "-":
-            average += ", MNLI twice"
-        rows.append([name, recipe, *(f"{means[t]:.2f}" if t in means else "-" for t in tasks), average, n])
-    return ["model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"], rows
+        row = {"model": name, "fine-tuned as": recipe, f"mean of {len(tasks)}": average, "n": n}
+        for task, mean in means.items():
+            row[task] = hundredths(mean)
+        rows.append(row)
+    columns: dict[str, Cell] = {}
+    for heading in ("model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"):
+        columns[heading] = operator.methodcaller("get", heading)
+    return fill(columns, rows)
+
+
+def joint(some: Sequence[Scores]) -> Scores:
+    """Return the scores of several runs together."""
+    found: Scores = {}
+    for scores in some:
+        for task, values in scores.items():
+            found[task] = found.get(task, []) + values
+    return found
+
+
+def default_counts(recipe: str) -> dict[str, int]:
+    """Return how often tasks count in the mean of a fine-tuning recipe, where no file says it."""
+    if average_of(recipe) == "numbers":
+        return {"mnli": 2}
+    return {}
 
 
 def average_of(recipe: str) -> str:
     """Return what the average of a fine-tuning recipe is over, `tasks` for an unknown one."""
-    return read_table(recipe).average if recipe in table_names() else "tasks"
+    if recipe in table_names():
+        return read_table(recipe).average
+    return "tasks"
 
 
 def read_counts(path: Path) -> dict[str, int] | None:
@@ -58,11 +87,9 @@ def read_counts(path: Path) -> dict[str, int] | None:
     """
     with file_of_glue(path):
         held = json.loads(path.read_text())
-        return counts_of(held["rows"], held["average_over"]) if "average_over" in held else None
-
-
-def tasks_of(some: Sequence[Scores]) -> list[str]:
-    return list(dict.fromkeys(task for scores in some for task in scores))
+        if "average_over" not in held:
+            return None
+        return counts_of(held["rows"], held["average_over"])
 
 
 def read_scores(path: Path) -> Scores:
