@@ -12,6 +12,7 @@ from tools.tables import digits
 CLAIM, QUESTION = "claim", "question"
 VERDICTS = {CLAIM: ("confirmed", "contradicted"), QUESTION: ("yes", "no, the other way round")}
 UNDECIDED, INCOMPLETE, NOT_RUN = "undecided", "incomplete", "not run"
+COLUMNS = ("pair", "difference", "p", "verdict", "smallest visible", "seeds needed")  # of `row_of`
 POINTS = "points"  # unit of differences of percentages
 
 
@@ -124,10 +125,11 @@ def table_of(kind: str, found: Sequence[tuple[Comparison, str]], level: float) -
         rows.append(row_of(each, verdict, level))
         if each.found:
             difference = f"difference, {each.unit}"
-    return [kind, difference, "p", "verdict", "smallest visible", "seeds needed"], rows
+    return [kind, difference, *COLUMNS[2:]], rows
 
 
-def row_of(each: Comparison, verdict: str, level: float = LEVEL) -> list[str]:
+def row_of(each: Comparison, verdict: str, level: float) -> list[str]:
+    """Return the cells of a comparison, in the order of `COLUMNS`."""
     found = each.found
     if found is None:
         return [each.name, "-", "-", verdict, "-", "-"]

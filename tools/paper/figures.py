@@ -44,11 +44,11 @@ def draw(tables: Mapping[str, Table], store: Store) -> dict[str, str]:
             continue
         if part.table.state:
             plots[part.name] = (7, 4), partial(states, part=part)
-        elif part.table.more and (shapes := shapes_of(part.results)) and all("x" in name for name in shapes):
+        elif part.table.more and (shapes := shapes_of(part)) and all("x" in name for name in shapes):
             plots[part.name] = (9, 4.6), partial(sizes, part=part)
         else:
             plots[part.name] = (9, 1.4 + 0.28 * rows), partial(ends, part=part)
-        if part.table.lengths and shapes_of(part.results):
+        if part.table.lengths and shapes_of(part):
             plots[f"{part.name}{LENGTHS}"] = (8, 4), partial(lengths, part=part)
         if part.name == SPEED_OF:
             published = {name: row.published for name, row in part.table.rows.items()}
@@ -107,7 +107,7 @@ def decays(fig: Any, kinds: Mapping[str, list[list[list[float]]]]) -> None:
 
 def lengths(fig: Any, part: Part) -> None:
     """Plot mean and 95 % interval of each row on windows of held-out text, by the number of tokens."""
-    ax, windows, count = fig.subplots(), shapes_of(part.results), dict[str, int]()
+    ax, windows, count = fig.subplots(), shapes_of(part), dict[str, int]()
     for place, (row, runs) in enumerate(part.results.runs.items()):
         points = {
             int(name.split()[0]): [part.metric.scaled(r["more"][name]) for r in found]
@@ -209,7 +209,7 @@ def ends(fig: Any, part: Part) -> None:
 
 def sizes(fig: Any, part: Part) -> None:
     """Plot the values of each row on the further held-out sets, LENGTHxITEMS: a panel for each series of sets."""
-    shapes = {name: tuple(map(int, name.split("x"))) for name in shapes_of(part.results)}
+    shapes = {name: tuple(map(int, name.split("x"))) for name in shapes_of(part)}
     axes = fig.subplots(1, 2, sharey=True)
     own, common = part.cells[0].recipe.data.length, most_common([items for _, items in shapes.values()])
     series = (

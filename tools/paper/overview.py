@@ -3,76 +3,113 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, UNDECIDED, VERDICTS, Comparison, row_of
+from tools.claims import CLAIM, COLUMNS, INCOMPLETE, NOT_RUN, UNDECIDED, VERDICTS, Comparison, row_of
 from tools.paper.parts import Part
-from tools.tables import pipes
+from tools.tables import Cell, fill, pipes
 
 TEXT = ("claim", "question", "table", "data", "verdict", "note")  # columns of text
 
 
-class Judge(NamedTuple):
-    """Verdicts on all comparisons, by their ids, and the level of p at which one more would be decided."""
+class Judged(NamedTuple):
+    """A comparison of two rows of a table, its verdict, and a mark of the runs that it compares."""
 
-    words: Mapping[int, str]
-    level: float
+    part: Part
+    comparison: Comparison
+    verdict: str
+    runs: tuple[Any, ...]
 
 
-def overview(kind: str, own: Sequence[tuple[Part, Comparison]], judge: Judge, claimed: set[tuple[Any, ...]]) -> str:
+class Shown(NamedTuple):
+    """A row of the overview: a comparison, its cells by `COLUMNS` of claims, and all tables that have it."""
+
+    judged: Judged
+    cells: dict[str, str]
+    tables: list[Part]
+
+
+def overview(kind: str, judged: Sequence[Judged], level: float) -> str:
     """Return a table of the claims that have all their runs, or of the questions that are decided, and their counts.
 
-    Questions whose runs are those of claims (`claimed`) are left out.
+    Questions whose runs are those of claims are left out.
     """
-    once: dict[tuple[Any, ...], list[tuple[Part, Comparison]]] = {}
-    for part, each in own:
-        mark = part.runs_of(each)
-        if kind == CLAIM or mark not in claimed:
-            once.setdefault((*mark, each.name) if kind == CLAIM else mark, []).append((part, each))
+    order = [*reversed(VERDICTS[kind]), UNDECIDED, INCOMPLETE, NOT_RUN]
+    groups = list(same_runs(kind, judged).values())
     # a pair may have all runs that one of its tables asks for, and lack those of another
-    order = (*reversed(VERDICTS[kind]), UNDECIDED, INCOMPLETE, NOT_RUN)
-    best = [min(group, key=lambda item: order.index(judge.words[id(item[1])])) for group in once.values()]
-    words = [judge.words[id(each)] for _, each in best]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in order)
-    shown = order[: 3 if kind == CLAIM else 2]
-    rows = [
-        overview_row(part, each, word, judge.level, [other for other, _ in group])
-        for wanted in shown
-        for (part, each), word, group in zip(best, words, once.values())
-        if word == wanted
-    ]
-    header = [kind, "table", "data", "here", "paper", "p", "verdict", "smallest visible", "parameters", "note"]
-    return f"Of {len(best)}: {counts}.\n\n{pipes(header, rows, text=TEXT)}"
+    best = [min(group, key=lambda each: order.index(each.verdict)) for group in groups]
+    verdicts = [each.verdict for each in best]
+    counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in order]
+    rows = []
+    for wanted in order[: 3 if kind == CLAIM else 2]:
+        for each, group in zip(best, groups):
+            if each.verdict == wanted:
+                cells = dict(zip(COLUMNS, row_of(each.comparison, each.verdict, level)))
+                rows.append(Shown(each, cells, [other.part for other in group]))
+    columns: dict[str, Cell] = {
+        kind: lambda row: row.cells["pair"],
+        "table": places,
+        "data": lambda row: row.judged.part.cells[0].recipe.data.name,
+        "here": lambda row: f"{row.cells['difference']} {row.judged.comparison.unit}",
+        "paper": lambda row: printed(row.judged.part, row.judged.comparison.pair),
+        "p": lambda row: row.cells["p"],
+        "verdict": lambda row: row.cells["verdict"],
+        "smallest visible": lambda row: row.cells["smallest visible"],
+        "parameters": parameters,
+        "note": lambda row: row.judged.part.table.notes.get(row.judged.comparison.name, ""),
+    }
+    header, cells = fill(columns, rows)
+    return f"Of {len(best)}: {', '.join(counts)}.\n\n{pipes(header, cells, text=TEXT)}"
 
 
-def overview_row(part: Part, each: Comparison, word: str, level: float, tables: Sequence[Part]) -> list[str]:
-    name, difference, p, verdict, smallest, _ = row_of(each, word, level)
-    places = dict.fromkeys(
-        other.table.title.partition(":")[0] if other.table.columns else other.name for other in tables
-    )
-    sizes = [next(iter(part.results.runs[row].values()))["parameters"] for row in each.pair]
-    return [
-        name,
-        "; ".join(places),
-        part.cells[0].recipe.data.name,
-        f"{difference} {each.unit}",
-        printed(part, each.pair),
-        p,
-        verdict,
-        smallest,
-        f"{sizes[0] / sizes[1]:.2f}",
-        part.table.notes.get(each.name, ""),
-    ]
+def same_runs(kind: str, judged: Sequence[Judged]) -> dict[tuple[Any, ...], list[Judged]]:
+    """Return the comparisons of a kind in groups that compare the same runs; of claims also in the same order."""
+    claimed = {each.runs for each in judged if each.comparison.kind == CLAIM}
+    found: dict[tuple[Any, ...], list[Judged]] = {}
+    for each in judged:
+        if each.comparison.kind != kind:
+            continue
+        if kind == CLAIM:
+            found.setdefault((each.runs, each.comparison.name), []).append(each)
+        elif each.runs not in claimed:
+            found.setdefault(each.runs, []).append(each)
+    return found
+
+
+def places(row: Shown) -> str:
+    """Return the tables that have the comparison, by their numbers in the papers."""
+    names: dict[str, None] = {}
+    for part in row.tables:
+        name = part.name
+        if part.table.columns:
+            name = part.table.title.partition(":")[0]
+        names[name] = None
+    return "; ".join(names)
+
+
+def parameters(row: Shown) -> str:
+    """Return the parameters of the first row of the comparison divided by those of the second."""
+    runs = row.judged.part.results.runs
+    first, second = (next(iter(runs[name].values()))["parameters"] for name in row.judged.comparison.pair)
+    return f"{first / second:.2f}"
 
 
 def printed(part: Part, pair: tuple[str, str]) -> str:
     """Return the difference of two rows in the paper, positive where the first row is better; "-" if it has none."""
     for column in part.table.columns:
-        found = [
-            re.match(r"[\d.]+", str(part.table.rows[row].published.get(column, "")).replace("×", "")) for row in pair
-        ]
-        if all(found):
-            first, second = (float(number[0]) for number in found)
-            return f"{(first - second) * (1 if part.metric.higher_is_better else -1):+.2f}"
+        first, second = (published_number(part, row, column) for row in pair)
+        if first is not None and second is not None:
+            difference = first - second
+            if not part.metric.higher_is_better:
+                difference = -difference
+            return f"{difference:+.2f}"
     return "-"
+
+
+def published_number(part: Part, row: str, column: str) -> float | None:
+    text = str(part.table.rows[row].published.get(column, ""))
+    found = re.match(r"[\d.]+", text.replace("×", ""))
+    if found is None:
+        return None
+    return float(found[0])

@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from lion.tasks.metrics import Metric
-from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, Comparison, table_of, verdicts
+from tools.claims import CLAIM, INCOMPLETE, NOT_RUN, QUESTION, UNDECIDED, VERDICTS, table_of, verdicts
 from tools.glue.scores import Scores, scores_table
 from tools.paper.measured import on_gpu
-from tools.paper.overview import Judge, overview
+from tools.paper.overview import Judged, overview
 from tools.paper.parts import Part, comparisons, parts_of
 from tools.paper.results import Results, rows_of
 from tools.paper.tables import Table
 from tools.statistics import POWER, RULE, interval, power, seeds_needed
 from tools.store import Row, Store
-from tools.tables import digits, pipes
+from tools.tables import Cell, digits, fill, pipes
+from tools.tables import Table as TextTable
 
 # columns of text
 TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as", "answers")
@@ -90,38 +92,60 @@ SOLVED = 99  # percent
 def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, str]) -> str:
     """Return the page; `figures` are the file names of plots, by table."""
     parts = sorted(parts_of(tables, store), key=lambda part: not part.has_runs)
-    compared = {id(part): comparisons(part, parts) for part in parts}
-    every = [each for part in parts for each in compared[id(part)]]
-    counted = [(part, each) for part in parts if part.scale == "mini" or part.has_runs for each in compared[id(part)]]
-    marks = [part.runs_of(each) for part, each in counted]
-    words, level = verdicts([each for _, each in counted], marks)
-    judged = {**dict.fromkeys(map(id, every), NOT_RUN), **{id(each): word for (_, each), word in zip(counted, words)}}
-    judge = Judge(judged, level)
+    judged, level = judge(parts)
+    counted = [each for each in judged if counts(each.part)]
     text = ["# The papers' tables, run again", opening(parts)]
-    claimed = {mark for (_, each), mark in zip(counted, marks) if each.kind == CLAIM}
     for kind, heading in HEADINGS.items():
-        own = [(part, each) for part, each in counted if each.kind == kind]
-        text += [f"## {heading}", overview(kind, own, judge, claimed)]
-        elsewhere = sum(each.kind == kind for each in every) - len(own)
+        text += [f"## {heading}", overview(kind, counted, level)]
+        elsewhere = number_of(kind, judged) - number_of(kind, counted)
         if kind == CLAIM and elsewhere:
             text.append(f"{elsewhere} further claims need runs at the papers' scale, of which there are none yet.")
-    text += ["## How to read this page", LEGEND.rstrip(), correction(len(set(marks)), level), HOW]
-    text += ["## History of the rule and of the tables", HISTORY, "## Runs", summary(parts, compared, judged, store)]
+    different = {each.runs for each in counted}
+    text += ["## How to read this page", LEGEND.rstrip(), correction(len(different), level), HOW]
+    text += ["## History of the rule and of the tables", HISTORY, "## Runs", summary(parts, judged, store)]
     for part in parts:
-        text += section(part, compared[id(part)], judge)
+        text += section(part, [each for each in judged if each.part is part], level)
         if part.name in figures:
             text.append(f"![{part.name}]({figures[part.name]})")
     text += ["## Figures of the papers", figure_table(figures)]
     return "\n\n".join(text) + "\n"
 
 
+def judge(parts: Sequence[Part]) -> tuple[list[Judged], float]:
+    """Return the comparisons of all tables with their verdicts, and the level of p below which one more is decided."""
+    found = []
+    for part in parts:
+        for each in comparisons(part, parts):
+            found.append(Judged(part, each, NOT_RUN, part.runs_of(each)))
+    counted = [each for each in found if counts(each.part)]
+    words, level = verdicts([each.comparison for each in counted], [each.runs for each in counted])
+    every = iter(words)
+    judged = []
+    for each in found:
+        if counts(each.part):
+            each = each._replace(verdict=next(every))
+        judged.append(each)
+    return judged, level
+
+
+def counts(part: Part) -> bool:
+    """Return whether the correction counts the comparisons of a table."""
+    return part.scale == "mini" or part.has_runs
+
+
+def number_of(kind: str, judged: Sequence[Judged]) -> int:
+    return sum(each.comparison.kind == kind for each in judged)
+
+
 def opening(parts: Sequence[Part]) -> str:
     """Return the first sentences of the page: the size of the runs, and their data."""
-    runs = [row for part in parts if part.scale == "mini" for own in part.results.runs.values() for row in own.values()]
-    sizes = [row["parameters"] for row in runs]
-    least, most = (f"{x / 1e6:.1f}" for x in (min(sizes, default=0), max(sizes, default=0)))
+    sizes = []
+    for part in parts:
+        if part.scale == "mini":
+            sizes += [row["parameters"] / 1e6 for row in part.rows]
+    span = f"{min(sizes, default=0):.1f} to {max(sizes, default=0):.1f}"
     return (
-        f"Small runs, of {least} to {most} million parameters on small data sets, in place of the papers': they test\n"
+        f"Small runs, of {span} million parameters on small data sets, in place of the papers': they test\n"
         "the orders of the papers' rows, and not their values. Written by `./run.sh paper`; raw results of every\n"
         'run: `paper.json`. "Here" is the difference of the means of two rows ± half of its 95 % interval, and\n'
         '"smallest visible" the smallest true difference that the runs would have shown\n'
@@ -131,11 +155,12 @@ def opening(parts: Sequence[Part]) -> str:
 
 def correction(count: int, level: float) -> str:
     """Return the sentences about the number of comparisons and the power that their correction leaves."""
-    three, five = (f"{power(n, 2, level):.1%}" for n in (3, 5))
+    three, five = power(3, 2, level), power(5, 2, level)
     return (
         f"The page counts {count} different comparisons, and a further one would need p < {level:.0e}. With that\n"
-        f"limit, three paired seeds show a difference of two standard deviations in {three} of all cases, five in\n"
-        f"{five}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables with three pairs decide only\n"
+        f"limit, three paired seeds show a difference of two standard deviations in {three:.1%} of all cases, five in\n"
+        f"{five:.1%}, and {seeds_needed(2, level)} seeds are needed for {POWER:.0%}. Tables with three pairs decide "
+        "only\n"
         "larger differences. Three seeds show more where all rows of several tables estimate the noise together."
     )
 
@@ -148,30 +173,31 @@ def figure_table(figures: Mapping[str, str]) -> str:
         plot, comma, more = text.partition(", ")
         if plot.startswith("plot of "):
             file = figures.get(plot.removeprefix("plot of "))
-            text = f"[plot]({file}){comma}{more}" if file else NOT_RUN
+            text = NOT_RUN
+            if file:
+                text = f"[plot]({file}){comma}{more}"
         rows.append([name, text])
     return pipes(["figure", "here"], rows, text=("figure", "here"))
 
 
-def summary(
-    parts: Sequence[Part], compared: Mapping[int, list[Comparison]], judged: Mapping[int, str], store: Store
-) -> str:
+def summary(parts: Sequence[Part], judged: Sequence[Judged], store: Store) -> str:
     """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
-    words = (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN)
-    rows, every = [], rows_of(store).values()
+    columns: dict[str, Cell] = {
+        "table": lambda part: f"{part.name}, {part.scale}",
+        "runs": lambda part: f"{part.results.made} of {len(part.cells)}",
+    }
+    for verdict in (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN):
+        columns[verdict] = partial(verdict_count, judged=judged, verdict=verdict)
+    columns["answers"] = partial(answers, judged=judged)
+    columns["core hours left"] = partial(left, store=store)
+    header, cells = fill(columns, parts)
+    every = rows_of(store).values()
     gpu = [row for row in every if on_gpu(row)]
     total = sum(hours(row) for row in every if not on_gpu(row))
     changed = sum(bool(row["changed"]) for row in every)
-    for part in parts:
-        claims, questions = ([judged[id(e)] for e in compared[id(part)] if e.kind == kind] for kind in VERDICTS)
-        yes, no = map(questions.count, VERDICTS[QUESTION])
-        runs = f"{part.results.made} of {len(part.cells)}"
-        counts = (str(claims.count(word)) if claims else "-" for word in words)
-        asked = f"{yes} yes, {no} no, of {len(questions)}" if questions else "-"
-        rows.append([f"{part.name}, {part.scale}", runs, *counts, asked, left(part, store)])
-    text = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
+    table = pipes(header, cells, text=TEXT)
     return (
-        f"{text}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
+        f"{table}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
         "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
         "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs\n"
         f"stored before 2026-11-25 include evaluation and interruptions. {changed} of {len(every)} runs come\n"
@@ -179,10 +205,32 @@ def summary(
     )
 
 
+def verdicts_of(part: Part, judged: Sequence[Judged], kind: str) -> list[str]:
+    """Return the verdicts on the comparisons of a kind of one table."""
+    return [each.verdict for each in judged if each.part is part and each.comparison.kind == kind]
+
+
+def verdict_count(part: Part, judged: Sequence[Judged], verdict: str) -> str:
+    claims = verdicts_of(part, judged, CLAIM)
+    if not claims:
+        return "-"
+    return str(claims.count(verdict))
+
+
+def answers(part: Part, judged: Sequence[Judged]) -> str:
+    questions = verdicts_of(part, judged, QUESTION)
+    if not questions:
+        return "-"
+    yes, no = map(questions.count, VERDICTS[QUESTION])
+    return f"{yes} yes, {no} no, of {len(questions)}"
+
+
 def gpu_hours(rows: Sequence[Row]) -> str:
     """Return a sentence on the hours of the runs on GPUs; empty without such runs."""
-    spent = digits(sum(row["seconds"] for row in rows) / 3600)
-    return f" {len(rows)} on a GPU took {spent} hours, several at a time." if rows else ""
+    if not rows:
+        return ""
+    spent = sum(row["seconds"] for row in rows) / 3600
+    return f" {len(rows)} on a GPU took {digits(spent)} hours, several at a time."
 
 
 def hours(row: Row) -> float:
@@ -192,47 +240,53 @@ def hours(row: Row) -> float:
 
 def left(part: Part, store: Store) -> str:
     """Return the core hours of the runs that are missing in a table, or "-" where nothing is known of them."""
-    runs = [hours(row) for own in part.results.runs.values() for row in own.values() if not on_gpu(row)]
-    estimated = store.tables["estimates"].get((part.name, part.scale))
     missing = len(part.cells) - part.results.made
     if not missing:
         return "0"
-    each = statistics.median(runs) if runs else hours(estimated) if estimated else None
-    return "-" if each is None else digits(missing * each)
+    known = [hours(row) for row in part.rows if not on_gpu(row)]
+    if not known:
+        estimated = store.tables["estimates"].get((part.name, part.scale))
+        if not estimated:
+            return "-"
+        known = [hours(estimated)]
+    return digits(missing * statistics.median(known))
 
 
 def replaced(part: Part) -> list[str]:
     """Return the settings of the runs' data that replace those of the recipe, as on the command line."""
     found: dict[str, None] = {}
-    for own in part.results.runs.values():
-        for row in own.values():
-            found.update(dict.fromkeys(row["replaced"]))
+    for row in part.rows:
+        found.update(dict.fromkeys(row["replaced"]))
     return list(found)
 
 
-def section(part: Part, compared: Sequence[Comparison], judge: Judge) -> list[str]:
+def section(part: Part, judged: Sequence[Judged], level: float) -> list[str]:
     """Return the Markdown of a table: its text, its rows, its verdicts, and where its runs were made."""
-    table, results, metric = part.table, part.results, part.metric
-    text = [f"## {table.title} ({part.scale})", table.text.strip()]
-    text.append(facts(part))
-    shapes = shapes_of(results) if table.more or table.lengths else []
-    solved = ["solved"] if solvable(part) else []
-    header = ["row", *table.columns, f"{results.split} {metric.heading}".strip(), *solved, *shapes, "parameters"]
-    text.append(pipes(header, [row_text(part, name, shapes) for name in table.rows], text=TEXT))
-    text.append(remarks(results))
+    table = part.table
+    text = [f"## {table.title} ({part.scale})", table.text.strip(), facts(part)]
+    header, cells = rows_table(part)
+    text += [pipes(header, cells, text=TEXT), remarks(part.results)]
+    compared = [(each.comparison, each.verdict) for each in judged]
     for kind in VERDICTS:
-        header, rows = table_of(kind, [(each, judge.words[id(each)]) for each in compared], judge.level)
-        if rows:
-            text.append(pipes(header, rows, text=TEXT))
-    if table.glue and (scores := glue_scores(results)):
-        text.append(pipes(*scores_table(scores), text=TEXT))
-    return [each for each in [*text, origin(part)] if each]
+        header, cells = table_of(kind, compared, level)
+        if cells:
+            text.append(pipes(header, cells, text=TEXT))
+    scores = glue_scores(part.results)
+    if table.glue and scores:
+        header, cells = scores_table(scores)
+        text.append(pipes(header, cells, text=TEXT))
+    text.append(origin(part))
+    return [each for each in text if each]
 
 
 def remarks(results: Results) -> str:
     """Return the remarks on single runs as a Markdown list."""
-    runs = [(name, seed, run) for name, own in results.runs.items() for seed, run in own.items() if run["remark"]]
-    return "\n".join(f"- {name}, seed {seed}: {run['remark']}" for name, seed, run in runs)
+    lines = []
+    for name, own in results.runs.items():
+        for seed, run in own.items():
+            if run["remark"]:
+                lines.append(f"- {name}, seed {seed}: {run['remark']}")
+    return "\n".join(lines)
 
 
 def glue_scores(results: Results) -> dict[tuple[str, str], list[Scores]]:
@@ -247,51 +301,97 @@ def glue_scores(results: Results) -> dict[tuple[str, str], list[Scores]]:
 
 def facts(part: Part) -> str:
     """Return what the runs of a table share, as a Markdown list."""
-    results, lines = part.results, []
+    results = part.results
+    data = part.cells[0].recipe.data
+    other = " ".join(replaced(part))
+    lines = []
     if part.scale == "mini" and part.table.mini.note:
         head = "Differences from the paper" if part.table.columns else "Setup, of no table in the papers"
         lines.append(f"- {head}: {part.table.mini.note}")
-    name, other = part.cells[0].recipe.data.name, replaced(part)
     if results.data:
-        read = f", read with `{' '.join(other)}`" if other else ""
-        lines.append(f"- Data: {part.cells[0].recipe.data.describe()}, fingerprint {results.data}{read}")
+        line = f"- Data: {data.describe()}, fingerprint {results.data}"
+        if other:
+            line += f", read with `{other}`"
+        lines.append(line)
     if results.left_out:
         lines.append(f"- Left out, on other data: {results.left_out} of the stored runs")
-    scale = "" if part.scale == "mini" else f" --scale {part.scale}"
-    data = f" --data {name} {' '.join(other)}" if other else ""
-    lines.append(f"- Made by: `./run.sh paper --table {part.name}{scale}{data}`")
+    command = f"./run.sh paper --table {part.name}"
+    if part.scale != "mini":
+        command += f" --scale {part.scale}"
+    if other:
+        command += f" --data {data.name} {other}"
+    lines.append(f"- Made by: `{command}`")
     return "\n".join(lines)
 
 
 def origin(part: Part) -> str:
     """Return the machines and commits of the runs of a table; empty without runs."""
-    rows = [row for own in part.results.runs.values() for row in own.values()]
-    machines = sorted(
-        {f"{r['device']}, {r['threads']} thread(s), Python {r['python']}, torch {r['torch']}" for r in rows}
-    )
-    commits = sorted({str(r["commit"])[:9] + "+" * bool(r["changed"]) for r in rows})
-    return f"Ran on {'; '.join(machines)}. Commits (+: with changes): {', '.join(commits)}." if rows else ""
+    machines = set()
+    commits = set()
+    for row in part.rows:
+        machine = f"{row['device']}, {row['threads']} thread(s), Python {row['python']}, torch {row['torch']}"
+        commit = str(row["commit"])[:9]
+        machines.add(machine)
+        commits.add(f"{commit}+" if row["changed"] else commit)
+    if not machines:
+        return ""
+    return f"Ran on {'; '.join(sorted(machines))}. Commits (+: with changes): {', '.join(sorted(commits))}."
 
 
-def shapes_of(results: Results) -> list[str]:
+def shapes_of(part: Part) -> list[str]:
     """Return the names of the further held-out sets."""
-    rows = [row for own in results.runs.values() for row in own.values()]
-    return list(dict.fromkeys(name for row in rows for name in row["more"]))
+    names: dict[str, None] = {}
+    for row in part.rows:
+        names.update(dict.fromkeys(row["more"]))
+    return list(names)
 
 
-def row_text(part: Part, name: str, shapes: Sequence[str]) -> list[str]:
-    """Return a row of a table: published values, ours, those on further held-out sets, and the parameters."""
-    results, metric = part.results, part.metric
-    published = [str(part.table.rows[name].published.get(column, "-")) for column in part.table.columns]
-    runs, values = list(results.runs[name].values()), list(results.values[name].values())
-    if called := part.table.rows[name].called:
-        name = f"{name} ({called})"
-    count = [f"{sum(x >= SOLVED for x in values)} of {len(values)}"] if solvable(part) else []
-    if not runs:
-        return [name, *published, NOT_RUN, *("-" for _ in (*count, *shapes)), "-"]
-    further = [[metric.scaled(run["more"][s]) for run in runs if s in run["more"]] for s in shapes]
-    more = [spread(metric, values, count=len(values) < len(runs)) for values in further]
-    return [name, *published, spread(metric, values, count=True), *count, *more, f"{runs[0]['parameters']:,}"]
+def rows_table(part: Part) -> TextTable:
+    """Return the rows of a table: published values, ours, those on further held-out sets, and the parameters."""
+    results, metric, table = part.results, part.metric, part.table
+    shapes = shapes_of(part) if table.more or table.lengths else []
+    columns: dict[str, Cell] = {"row": partial(name_cell, part=part)}
+    for column in table.columns:
+        columns[column] = lambda name, column=column: str(table.rows[name].published.get(column, "-"))
+    columns[f"{results.split} {metric.heading}".strip()] = partial(value_cell, part=part)
+    if solvable(part):
+        columns["solved"] = partial(solved_cell, part=part)
+    for shape in shapes:
+        columns[shape] = partial(shape_cell, part=part, shape=shape)
+    columns["parameters"] = partial(parameters_cell, part=part)
+    return fill(columns, list(table.rows))
+
+
+def name_cell(name: str, part: Part) -> str:
+    called = part.table.rows[name].called
+    if called:
+        return f"{name} ({called})"
+    return name
+
+
+def value_cell(name: str, part: Part) -> str:
+    if not part.results.runs[name]:
+        return NOT_RUN
+    return spread(part.metric, list(part.results.values[name].values()), count=True)
+
+
+def solved_cell(name: str, part: Part) -> str:
+    values = part.results.values[name].values()
+    if not part.results.runs[name]:
+        return "-"
+    return f"{sum(value >= SOLVED for value in values)} of {len(values)}"
+
+
+def shape_cell(name: str, part: Part, shape: str) -> str:
+    runs = part.results.runs[name].values()
+    values = [part.metric.scaled(run["more"][shape]) for run in runs if shape in run["more"]]
+    return spread(part.metric, values, count=len(values) < len(runs))
+
+
+def parameters_cell(name: str, part: Part) -> str:
+    for run in part.results.runs[name].values():
+        return f"{run['parameters']:,}"
+    return "-"
 
 
 def solvable(part: Part) -> bool:
@@ -318,10 +418,14 @@ def spread(metric: Metric, values: Sequence[float], count: bool = False) -> str:
     """
     if not values:
         return "-"
-    mean, half, places = statistics.mean(values), interval(values), metric.digits
+    mean = statistics.mean(values)
+    half = interval(values)
+    places = metric.digits
     text = f"{mean:.{places}f}"
     if out_of_range(metric, mean, half):
         text += f" [{min(values):.{places}f}, {max(values):.{places}f}]"
     elif len(values) > 1:
         text += f" ± {half:.{places}f}"
-    return f"{text} ({len(values)})" if count else text
+    if count:
+        text += f" ({len(values)})"
+    return text

@@ -11,7 +11,7 @@ from tools.options import SCALES
 from tools.paper.results import Results, results_of
 from tools.paper.tables import Cell, Table, cells
 from tools.statistics import Values
-from tools.store import Store
+from tools.store import Row, Store
 
 
 class Part(NamedTuple):
@@ -39,11 +39,24 @@ class Part(NamedTuple):
         first = self.cells[0].recipe
         return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
 
+    @property
+    def keys(self) -> dict[str, str]:
+        """Return the keys of the settings by row."""
+        return {cell.row: cell.key for cell in self.cells}
+
+    @property
+    def rows(self) -> list[Row]:
+        """Return the raw rows of all runs."""
+        found: list[Row] = []
+        for own in self.results.runs.values():
+            found += own.values()
+        return found
+
     def runs_of(self, each: Comparison) -> tuple[Any, ...]:
         """Return a mark that is equal for comparisons of the same runs, in any table and order."""
-        keys = {cell.row: cell.key for cell in self.cells}
-        pair = {keys.get(row, (self.name, row)) for row in each.pair}
-        return self.metric.name, self.table.noise, frozenset(pair)
+        keys = self.keys
+        pair = frozenset(keys.get(row, (self.name, row)) for row in each.pair)
+        return self.metric.name, self.table.noise, pair
 
 
 def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
@@ -66,24 +79,31 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
     """
     if part.scale == "published" and not part.table.judged:
         values: Values = {}  # the claims are about another metric than that of the runs
+    elif part.table.noise == "frame":
+        values = pooled(part, parts)
     else:
-        values = pooled(part, parts) if part.table.noise == "frame" else part.results.values
-    found = [
-        each
-        for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open))
-        for each in compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
-    ]
-    unfit = {row for row, own in part.results.runs.items() if any(run["remark"] for run in own.values())}
+        values = part.results.values
+    found: list[Comparison] = []
+    for kind, pairs in ((CLAIM, part.table.claims), (QUESTION, part.table.open)):
+        found += compare(kind, pairs, values, part.metric, noise=part.table.noise, seeds=part.seeds)
+    unfit = set()
+    for name, own in part.results.runs.items():
+        for run in own.values():
+            if run["remark"]:
+                unfit.add(name)
     return not_judged(found, unfit)
 
 
 def pooled(part: Part, parts: Sequence[Part]) -> Values:
     """Return the values of a table, and by the keys of their runs those of other tables of its frame and data."""
-    own = {cell.key for cell in part.cells}
+    own = set(part.keys.values())
+    frame = (part.frame, part.results.data, part.results.split)
     others: dict[str, dict[int, float]] = {}
     for each in parts:
-        if (each.frame, each.results.data, each.results.split) != (part.frame, part.results.data, part.results.split):
+        if (each.frame, each.results.data, each.results.split) != frame:
             continue
-        keys = {cell.row: cell.key for cell in each.cells}
-        others |= {keys[row]: found for row, found in each.results.values.items() if found and keys[row] not in own}
-    return {**others, **part.results.values}
+        keys = each.keys
+        for row, found in each.results.values.items():
+            if found and keys[row] not in own:
+                others[keys[row]] = found
+    return others | part.results.values
