@@ -139,7 +139,7 @@ def test_the_smallest_visible_difference_is_seen_in_simulated_runs(level):
 def shown(a, b):
     """Return a difference of rows with these values by seed, and its cells."""
     found = ours.paired({"a": by_seed(a), "b": by_seed(b)}, "a", "b")
-    return found, claims.row_of(claims.Comparison("claim", ("a", "b"), found, "", "points"), "undecided")
+    return found, claims.row_of(claims.Comparison("claim", ("a", "b"), found, "", "points"), "undecided", 0.05)
 
 
 def test_a_difference_of_nothing_has_no_sign_and_one_without_spread_no_probability():

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,7 +39,8 @@ from tools.paper.results import collect, open_store, rows_of
 from tools.paper.tables import RUNS, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
-from tools.tables import table as columns
+from tools.tables import fill
+from tools.tables import table as as_text
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ def main(argv: list[str]) -> int:
     args = options.paper(argv)
     if args.save and not args.dry_run:
         raise ConfigError("--save: writes the estimates of --dry-run, which is missing")
-    tables, store = read_tables(), open_store(args.out / "paper.json")
+    tables = read_tables()
+    store = open_store(args.out / "paper.json")
     chosen = choose(tables, args.table)
-    data = replacements(args.data, tables, args.scale) if args.data else {}  # resolves the runs of all tables
+    data = replacements(args.data, tables, args.scale)
     jobs = make_jobs(chosen, args.scale, store, data)
     if args.dry_run:
         print(plan(chosen, args.scale, store, jobs))
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> int:
         most = args.jobs or at_once()
         code = run(jobs, tables, store, most)
         if code != 130:
-            passed = "--jobs", str(most), *data.get("glue", ())
+            passed = ["--jobs", str(most), *data.get("glue", [])]
             code = fine_tune(chosen, args.scale, store, passed) or code
     write(tables, store)
     print(store.files())
@@ -81,8 +83,12 @@ def replacements(given: Sequence[Sequence[str]], tables: Mapping[str, Table], sc
     Raises:
         ConfigError: No run reads this data set.
     """
-    used = {cell.recipe.data.name for name, table in tables.items() for cell in cells(name, table, scale)} | {"glue"}
     found: dict[str, list[str]] = {}
+    if not given:
+        return found
+    used = {"glue"}
+    for name, table in tables.items():
+        used.update(cell.recipe.data.name for cell in cells(name, table, scale))
     for name, *overrides in given:
         if name not in used:
             raise ConfigError(f"--data: no run reads data set {name!r}, {nearest(name, sorted(used))}")
@@ -111,9 +117,10 @@ def make_jobs(
         place = cell.key, cell.seed
         if place not in jobs:
             after = job(cell.after) if cell.after else None
-            own = f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"
-            argv = (*cell.argv, *data.get(cell.recipe.data.name, ()), *own)
-            jobs[place] = PaperJob(argv, resolve(argv[0], argv[1:]), after, cell)
+            recipe, *overrides = cell.argv
+            overrides += data.get(cell.recipe.data.name, ())
+            overrides += [f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"]
+            jobs[place] = PaperJob((recipe, *overrides), resolve(recipe, overrides), after, cell)
         return jobs[place]
 
     for name, table in tables.items():
@@ -134,16 +141,21 @@ def run(jobs: Sequence[PaperJob], tables: Mapping[str, Table], store: Store, mos
     for job in jobs:
         if job.finished:  # by a command that was stopped before it stored the result
             say(f"{job.name}: was finished, {keep(job)}")
-    left, steps = [job for job in jobs if not job.finished], dict[str, int]()
-    for name in dict.fromkeys(job.cell.recipe.data.name for job in left):  # the name that --data takes
-        own = [job for job in left if job.cell.recipe.data.name == name]
+    by_data: dict[str, list[PaperJob]] = {}  # by the name that --data takes
+    for job in jobs:
+        if not job.finished:
+            by_data.setdefault(job.cell.recipe.data.name, []).append(job)
+    steps: dict[str, int] = {}
+    for name, own in by_data.items():
         try:
             samples = samples_of(own[0])
             steps |= {job.name: make_plan(job.recipe, samples=samples, world=1).total or 1 for job in own}
         except ConfigError as error:
             say(f"runs left out: {len(own)}; --data {name} key=value .. names other data: {error}")
-            left = [job for job in left if job not in own]
-    return work(left, steps, most, title="paper", result=keep) if left else 0
+    left = [job for job in jobs if job.name in steps]
+    if not left:
+        return 0
+    return work(left, steps, most, title="paper", result=keep)
 
 
 def samples_of(job: PaperJob) -> int:
@@ -152,7 +164,10 @@ def samples_of(job: PaperJob) -> int:
     Raises:
         ConfigError: The data are missing.
     """
-    return len(build_data(job.recipe).train) if job.cell.scale == "mini" else describe_data(job.recipe)[1]
+    if job.cell.scale == "mini":
+        return len(build_data(job.recipe).train)
+    _, samples, _ = describe_data(job.recipe)
+    return samples
 
 
 def write(tables: Mapping[str, Table], store: Store) -> None:
@@ -161,57 +176,140 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
         store.save(markdown(tables, store, draw(tables, store)))
 
 
+class Left(NamedTuple):
+    """What is left of a table.
+
+    Attributes:
+        table: Name of the table.
+        runs: Number of all runs of the table.
+        jobs: The runs that are left.
+        seconds: Their time on this machine; None if the data are missing.
+        bytes: Their weights.
+    """
+
+    table: str
+    runs: int
+    jobs: list[PaperJob]
+    seconds: float | None = None
+    bytes: int = 0
+
+
 def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[PaperJob]) -> str:
     """Return a table of the runs that are left, with their time on this machine, disk space, and what is missing."""
-    rows, notes, total, space = [], [], 0.0, 0
-    absent, published = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    rows = []
+    absent: dict[str, list[str]] = {}  # tables by reason
+    published: dict[str, list[str]] = {}
+    notes = []
     for name, table in tables.items():
-        own = [job for job in jobs if job.cell.table == name]
-        if not (every := cells(name, table, scale)):
+        every = cells(name, table, scale)
+        if not every:
             continue
-        times = {job.cell.key: known for job in own if (known := seconds_before(job, store))}
-        new = next((job for job in own if job.cell.key not in times), None)
-        row = [name, str(len(every)), str(len(own))]
-        each = 0.0
-        if new:
-            here = f"here: --data {new.cell.recipe.data.name} KEY=VALUE"
-            try:
-                each, note = estimate(new)
-            except ConfigError as error:
-                absent[f"{error}; {here}"].append(name)
-                rows.append([*row, "-", "-", "-"])
-                continue
-            if note is not None:
-                published[f"estimated with the published number of samples; {note}; {here}"].append(name)
-            store.add({"table": name, "scale": scale, "seconds": each, "threads": torch.get_num_threads()}, "estimates")
+        own = [job for job in jobs if job.cell.table == name]
+        row = Left(name, len(every), own)
+        try:
+            seconds, reason = time_left(own, store)
+        except ConfigError as error:
+            absent.setdefault(str(error), []).append(name)
+            rows.append(row)
+            continue
+        if reason:
+            published.setdefault(f"estimated with the published number of samples; {reason}", []).append(name)
         if table.glue and own:
             notes.append(f"{name}: without GLUE, which `./run.sh glue RUN --recipe NAME --dry-run` estimates")
         sizes = {key: weights(job) for key, job in {job.cell.key: job for job in own}.items()}
-        disk = sum(sizes[job.cell.key] for job in own)
-        left = sum(times.get(job.cell.key, each) for job in own)
-        space, total = space + disk, total + left
-        known = [duration_text(left / len(own)), duration_text(left), gigabytes(disk)] if own else ["-"] * 3
-        rows.append([*row, *known])
-    header = ["table", "runs", "jobs left", "a job", "all jobs", "weights"]
-    left_out = sum(map(len, absent.values()))
-    without = f", without {left_out} table{'s' * (left_out > 1)} whose data are missing" if left_out else ""
+        rows.append(row._replace(seconds=seconds, bytes=sum(sizes[job.cell.key] for job in own)))
     for reason, names in (*absent.items(), *published.items()):
         notes.append(f"{', '.join(names)}: {reason}")
     notes.append("jobs: runs that no earlier table has, and classifiers that measure distances of images")
-    free = shutil.disk_usage(next(p for p in (RUNS.absolute(), *RUNS.absolute().parents) if p.is_dir())).free
-    costs = (
-        f"about {duration_text(total)} one after the other{without}; by finished runs of a row, else by a step of the "
+    header, body = fill(LEFT, rows)
+    without = sum(row.seconds is None for row in rows)
+    return "\n".join([as_text(header, body), *notes, *costs(rows, without)])
+
+
+def time_left(own: Sequence[PaperJob], store: Store) -> tuple[float, str | None]:
+    """Return the seconds of runs on this machine, and a note on absent files or None.
+
+    The time of a run is that of finished runs with its settings, or else that of a step of the first new run, which is
+    timed now; this estimate is added to the store.
+
+    Raises:
+        ConfigError: The files are absent, and no number of samples is published.
+    """
+    times = {job.cell.key: seconds_before(job, store) for job in own}
+    new = [job for job in own if times[job.cell.key] is None]
+    if not new:
+        return sum(times[job.cell.key] or 0.0 for job in own), None
+    first = new[0].cell
+    here = f"here: --data {first.recipe.data.name} KEY=VALUE"
+    try:
+        each, note = estimate(new[0])
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {here}") from None
+    threads = torch.get_num_threads()
+    store.add({"table": first.table, "scale": first.scale, "seconds": each, "threads": threads}, "estimates")
+    total = sum(times[job.cell.key] or each for job in own)
+    return total, None if note is None else f"{note}; {here}"
+
+
+def costs(rows: Sequence[Left], without: int) -> list[str]:
+    """Return the sentences on the time and the disk space of all runs that are left."""
+    more = ""
+    if without:
+        more = f", without {without} table{'s' if without > 1 else ''} whose data are missing"
+    total = sum(row.seconds or 0.0 for row in rows)
+    if not total:
+        if any(row.jobs for row in rows):
+            return [f"nothing to estimate{more}"]
+        return ["nothing is left to run"]
+    place = RUNS.absolute()
+    while not place.is_dir():
+        place = place.parent
+    free = gigabytes(shutil.disk_usage(place).free)
+    space = gigabytes(sum(row.bytes for row in rows))
+    return [
+        f"about {duration_text(total)} one after the other{more}; by finished runs of a row, else by a step of the "
         "table's first new row, timed now (eager, without evaluation)",
-        f"{gigabytes(space)} of weights, {gigabytes(free)} free; a run that is being trained has checkpoints, too",
-    )
-    nothing = f"nothing to estimate{without}" if jobs else "nothing is left to run"
-    return "\n".join([columns(header, rows), *notes, *(costs if total else [nothing])])
+        f"{space} of weights, {free} free; a run that is being trained has checkpoints, too",
+    ]
+
+
+def one_cell(row: Left) -> str:
+    if not row.jobs or row.seconds is None:
+        return "-"
+    return duration_text(row.seconds / len(row.jobs))
+
+
+def all_cell(row: Left) -> str:
+    if not row.jobs or row.seconds is None:
+        return "-"
+    return duration_text(row.seconds)
+
+
+def weights_cell(row: Left) -> str:
+    if not row.jobs or row.seconds is None:
+        return "-"
+    return gigabytes(row.bytes)
+
+
+LEFT = {
+    "table": lambda row: row.table,
+    "runs": lambda row: str(row.runs),
+    "jobs left": lambda row: str(len(row.jobs)),
+    "a job": one_cell,
+    "all jobs": all_cell,
+    "weights": weights_cell,
+}
 
 
 def seconds_before(job: PaperJob, store: Store) -> float | None:
     """Return the median time of the finished runs with the same settings on a CPU, or None."""
-    found = [row["seconds"] for (key, _), row in rows_of(store).items() if key == job.cell.key and not on_gpu(row)]
-    return statistics.median(found) if found else None
+    found = []
+    for (key, _), row in rows_of(store).items():
+        if key == job.cell.key and not on_gpu(row):
+            found.append(row["seconds"])
+    if not found:
+        return None
+    return statistics.median(found)
 
 
 def weights(job: PaperJob) -> int:

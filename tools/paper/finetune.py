@@ -28,7 +28,10 @@ def fine_tune(tables: Mapping[str, Table], scale: str, store: Store, options: Se
         0, the exit code of the first fine-tuning that failed, or 130 after an interrupt.
     """
     code = 0
-    for cell, recipe, own in [each for name, table in tables.items() for each in missing(name, table, scale, store)]:
+    left: list[tuple[Cell, str, tuple[str, ...]]] = []
+    for name, table in tables.items():
+        left += missing(name, table, scale, store)
+    for cell, recipe, own in left:
         if not (cell.run / SUMMARY).is_file():
             say(f"{cell.run.name}: not fine-tuned, its folder is gone")
             continue
@@ -41,8 +44,9 @@ def fine_tune(tables: Mapping[str, Table], scale: str, store: Store, options: Se
             return ended
         code = code or ended
         if not ended:
-            place, scores = (cell.key, cell.seed), read_scores(cell.run / "glue" / recipe / "results.json")
-            store.add({**store.rows[place], "glue": {**scores_of(cell, store), recipe: scores}})
+            scores = read_scores(cell.run / "glue" / recipe / "results.json")
+            row = store.rows[cell.key, cell.seed]
+            store.add(row | {"glue": scores_of(cell, store) | {recipe: scores}})
             store.save_rows()
     return code
 
@@ -51,19 +55,22 @@ def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cel
     """List the runs of a table to fine-tune, each with a recipe and the options of `./run.sh glue` at this scale."""
     if table.glue is None:
         return []
-    every, options = [cell for cell in cells(name, table, scale) if cell.row in table.rows], ()
-    recipes = {row: each.glue or table.glue.recipes for row, each in table.rows.items()}
+    every = [cell for cell in cells(name, table, scale) if cell.row in table.rows]
+    options: tuple[str, ...] = ()
     if scale == "mini":
-        options = table.glue.mini
-        recipes = {row: some[:1] for row, some in recipes.items()}
         every = best(table, every, store)
-    finished = [cell for cell in every if (cell.key, cell.seed) in store.rows]
-    return [
-        (cell, recipe, options)
-        for cell in finished
-        for recipe in recipes[cell.row]
-        if recipe not in scores_of(cell, store)
-    ]
+        options = table.glue.mini
+    found = []
+    for cell in every:
+        if (cell.key, cell.seed) not in store.rows:
+            continue
+        recipes = table.rows[cell.row].glue or table.glue.recipes
+        if scale == "mini":
+            recipes = recipes[:1]
+        for recipe in recipes:
+            if recipe not in scores_of(cell, store):
+                found.append((cell, recipe, options))
+    return found
 
 
 def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
@@ -71,9 +78,9 @@ def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
     results = results_of(table, every, store)
     if not every or results.made < len(every):
         return []
-    values = {row: found for row, found in results.values.items() if found}
-    sign = 1 if table.metric(every).higher_is_better else -1
-    names = sorted(values, key=lambda row: -sign * statistics.mean(values[row].values()))[: table.glue.best]
+    means = {row: statistics.mean(found.values()) for row, found in results.values.items() if found}
+    falling = table.metric(every).higher_is_better
+    names = sorted(means, key=means.__getitem__, reverse=falling)[: table.glue.best]
     return [cell for cell in every if cell.seed == 0 and cell.row in names]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -17,7 +18,9 @@ FORM = {"chunk": ("-", "o"), "rnn": ("--", "s"), "full": (":", "^")}
 
 def rows_of(path: Path) -> list[Row]:
     """Return the rows of a report; an empty list if there is no such report."""
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
+    if not path.is_file():
+        return []
+    return json.loads(path.read_text())["rows"]
 
 
 def on_gpu(row: Row) -> bool:
@@ -31,10 +34,14 @@ def step_times(reports: Path) -> dict[str, float]:
     for row in sorted(rows_of(reports / "train.json"), key=lambda row: row["date"]):
         if on_gpu(row):
             continue
-        if (row["model"], row["size"]) == ("vit", 224) and row["shape"].startswith("dim 384"):
-            beside = row.get("against")
-            if beside is None or row["mixer"] != "softmax":
-                found[row["mixer"].removesuffix(" with positions")] = beside["ratio"] if beside else row["ratio"]
+        if (row["model"], row["size"]) != ("vit", 224) or not row["shape"].startswith("dim 384"):
+            continue
+        mixer = row["mixer"].removesuffix(" with positions")
+        beside = row.get("against")
+        if beside is None:
+            found[mixer] = row["ratio"]
+        elif row["mixer"] != "softmax":
+            found[mixer] = beside["ratio"]
     return found
 
 
@@ -52,7 +59,8 @@ def speed(
     left, right = fig.subplots(1, 2)
     for row, cells in published.items():
         for size, marker in (("small", "o"), ("base", "s")):
-            x, y = (number(cells.get(f"{name} {size}")) for name in ("time", "top-1"))
+            x = number(cells.get(f"time {size}"))
+            y = number(cells.get(f"top-1 {size}"))
             if x is not None and y is not None:
                 point(left, row, x, y, marker)
     for row, found in values.items():
@@ -70,21 +78,34 @@ def speed(
 
 def inference(fig: Any, rows: list[Row]) -> None:
     """Plot memory and time of inference by resolution, relative to softmax in the same shape (Figures 3 and 10)."""
-    axes, drawn = fig.subplots(1, 2), set[int]()
-    for run in dict.fromkeys(row["run"] for row in rows if "random_weights" in row["run"]):
-        own = [row for row in rows if row["run"] == run and row["batch"] == 1 and row["unit"] == "px"]
-        for form, (dashes, marker) in FORM.items():
-            made = {row["size"]: row for row in own if row["form"] == form and row["chunk_size"] in (None, 64)}
-            if len(made) < 2:
-                continue
-            mixer = next(iter(made.values()))["mixer"]
-            how = {"linestyle": dashes, "marker": marker, "color": colour_of(mixer), "markersize": 4}
-            softmax = {(r["size"], r["compiled"]): r for r in own if r["form"] == "softmax"}
-            sizes = [size for size in sorted(made) if (size, made[size]["compiled"]) in softmax]
-            drawn.update(sizes)
-            beside = [softmax[size, made[size]["compiled"]]["peak_bytes"] for size in sizes]
-            axes[0].plot(sizes, [made[s]["peak_bytes"] / b for s, b in zip(sizes, beside)], **how)
-            axes[1].plot(sizes, [made[s]["ratio"] for s in sizes], label=f"{mixer}, {form}", **how)
+    axes = fig.subplots(1, 2)
+    drawn: set[int] = set()
+    softmax = {}
+    lines: dict[tuple[str, str], dict[int, Row]] = {}  # the rows of a run and a form, by size
+    for row in rows:
+        if "random_weights" not in row["run"] or row["batch"] != 1 or row["unit"] != "px":
+            continue
+        if row["form"] == "softmax":
+            softmax[row["run"], row["size"], row["compiled"]] = row
+        if row["form"] in FORM and row["chunk_size"] in (None, 64):
+            lines.setdefault((row["run"], row["form"]), {})[row["size"]] = row
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    for run, form in itertools.product(runs, FORM):
+        made = lines.get((run, form), {})
+        if len(made) < 2:
+            continue
+        points = []
+        for size, row in sorted(made.items()):
+            beside = softmax.get((run, size, row["compiled"]))
+            if beside:
+                points.append((size, row["peak_bytes"] / beside["peak_bytes"], row["ratio"]))
+        sizes = [size for size, _, _ in points]
+        drawn.update(sizes)
+        mixer = next(iter(made.values()))["mixer"]
+        dashes, marker = FORM[form]
+        look = {"linestyle": dashes, "marker": marker, "color": colour_of(mixer), "markersize": 4}
+        axes[0].plot(sizes, [memory for _, memory, _ in points], **look)
+        axes[1].plot(sizes, [time for _, _, time in points], label=f"{mixer}, {form}", **look)
     for ax, title in zip(axes, ("peak memory", "time")):
         ax.axhline(1, color=SOFTMAX, linewidth=0.8)
         ax.set(xscale="log", yscale="log", xlabel="px", title=f"{title} / softmax of the same shape")
@@ -96,10 +117,13 @@ def inference(fig: Any, rows: list[Row]) -> None:
 
 
 def point(ax: Any, row: str, x: float, y: float, marker: str) -> None:
-    ax.plot(x, y, marker, color=colour_of(row), markerfacecolor="white" if "multiscan" in row else None)
+    filling = "white" if "multiscan" in row else None
+    ax.plot(x, y, marker, color=colour_of(row), markerfacecolor=filling)
     ax.annotate(row, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
 
 
 def number(text: str | None) -> float | None:
     found = re.search(r"\d+(\.\d+)?", text or "")
-    return float(found[0]) if found else None
+    if found is None:
+        return None
+    return float(found[0])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from data.manifest import short_hash
 from lion.layers.mixers.lion import FixedDecay
-from lion.recipe_files import SUMMARY
+from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import open_run
 from tools import distance, evaluate
 from tools.finished import Run, load
@@ -100,7 +100,11 @@ def raw_row(cell: Cell, run: Run, apart: float | None) -> Row:
 
 def replaced(cell: Cell, command: str) -> list[str]:
     """Return the settings of data in the command of a run that its cell does not have."""
-    return [word for word in shlex.split(command) if word.startswith("data.") and word not in cell.argv]
+    found = []
+    for word in shlex.split(command):
+        if word.startswith("data.") and word not in cell.argv:
+            found.append(word)
+    return found
 
 
 def decays_of(folder: Path) -> list[list[float]]:
@@ -116,7 +120,8 @@ def seconds(run: Run) -> float:
     """
     if run.seen and run.speed:
         return round(run.seen / run.speed, 1)
-    start, end = ((run.folder / name).stat().st_mtime for name in ("recipe.yaml", SUMMARY))
+    start = (run.folder / RECIPE).stat().st_mtime
+    end = (run.folder / SUMMARY).stat().st_mtime
     return round(end - start, 1)
 
 
@@ -125,28 +130,51 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
 
     If the rows have several data sets, the one with the most runs counts.
     """
-    keys = {cell.row: cell.key for cell in places}
-    every = rows_of(store)
-    found = [(name, seed, row) for name, key in keys.items() for (own, seed), row in every.items() if own == key]
-    found.sort(key=lambda each: each[1])
-    marks = [row["data"] for *_, row in found]
+    by_key: dict[str, dict[int, Row]] = {}
+    for (key, seed), row in rows_of(store).items():
+        by_key.setdefault(key, {})[seed] = row
+    found = {cell.row: by_key.get(cell.key, {}) for cell in places}
+    every: list[Row] = []
+    for own in found.values():
+        every += own.values()
+    marks = [row["data"] for row in sorted(every, key=seed_of)]
     data = max(marks, key=marks.count, default=None)
-    chosen = [each for each in found if each[-1]["data"] == data]
-    split = ("test" if all(row["test"] is not None for *_, row in chosen) else "val") if chosen else ""
-    metric = table.metric(places) if places else None
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
-    for name, seed, row in chosen:
-        runs[name][seed] = row
+    for name, own in found.items():
+        runs[name] = {seed: row for seed, row in own.items() if row["data"] == data}
+    split = split_of(runs)
+    values: dict[str, dict[int, float]] = {name: {} for name in runs}
+    if places:
+        metric = table.metric(places)
+        compared = "distance" if metric == Distance.metric else split
+        for name, own in runs.items():
+            values[name] = {seed: metric.scaled(row[compared]) for seed, row in own.items()}
     made = sum(cell.seed in runs[cell.row] for cell in places)
-    compared = "distance" if metric == Distance.metric else split
-    values = {name: {seed: metric.scaled(row[compared]) for seed, row in own.items()} for name, own in runs.items()}
-    return Results(values, split, data, made, len(found) - len(chosen), runs)
+    return Results(values, split, data, made, len(every) - marks.count(data), runs)
+
+
+def seed_of(row: Row) -> int:
+    return row["seed"]
+
+
+def split_of(runs: Mapping[str, Mapping[int, Row]]) -> str:
+    """Return the split on which runs are compared: test if all were tested; empty without runs."""
+    split = ""
+    for own in runs.values():
+        for row in own.values():
+            if row["test"] is None:
+                return "val"
+            split = "test"
+    return split
 
 
 def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:
     """Add the raw row of a finished run to the store, with what its tables measure beside the metric of the task."""
-    run, table, apart = load(str(cell.run)), tables[cell.table], None
-    if lengths := lengths_of(cell, tables):
+    run = load(str(cell.run))
+    table = tables[cell.table]
+    apart = None
+    lengths = lengths_of(cell, tables)
+    if lengths:
         run = run._replace(more=run.more | by_length(run, lengths))
     if table.distance and cell.row in table.rows:
         apart = distance_of(run, cell.after.run, table.distance)
@@ -156,12 +184,10 @@ def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:
 
 def lengths_of(cell: Cell, tables: Mapping[str, Table]) -> list[int]:
     """Return the lengths at which a run is evaluated: those of all tables that share it."""
-    found = {
-        length
-        for name, table in tables.items()
-        if table.lengths and any(each.key == cell.key for each in cells(name, table, cell.scale))
-        for length in table.lengths
-    }
+    found: set[int] = set()
+    for name, table in tables.items():
+        if table.lengths and cell.key in [each.key for each in cells(name, table, cell.scale)]:
+            found.update(table.lengths)
     return sorted(found)
 
 
@@ -170,8 +196,11 @@ def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
     out = run.folder / "lengths"
     options = ["--lengths", ",".join(map(str, lengths)), "--form", usual_form(run.recipe), "--tokens", str(TOKENS)]
     silently(evaluate.main, [str(run.folder), *options, "--eager", "--out", str(out)])
-    rows = json.loads((out / "extrapolation.json").read_text())["rows"]
-    return {f"{row['length']} tokens": {run.metric.name: row["value"]} for row in rows if "value" in row}
+    found = {}
+    for row in json.loads((out / "extrapolation.json").read_text())["rows"]:
+        if "value" in row:
+            found[f"{row['length']} tokens"] = {run.metric.name: row["value"]}
+    return found
 
 
 def distance_of(run: Run, classifier: Path, measured: Distance) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -146,7 +146,9 @@ class Table:
 
     def metric(self, cells: Sequence[Cell]) -> Metric:
         """Return the metric that the rows compare."""
-        return self.distance.metric if self.distance and cells[0].scale == "mini" else metric_of(cells[0].recipe)
+        if self.distance and cells[0].scale == "mini":
+            return self.distance.metric
+        return metric_of(cells[0].recipe)
 
 
 class Cell(NamedTuple):
@@ -188,26 +190,34 @@ def read_tables() -> dict[str, Table]:
 
 
 def read_table(path: Path) -> Table:
-    source = lambda _: str(path)  # noqa: E731
+    def source(key: str) -> str:
+        return str(path)
+
     table = build(Table, parse_yaml(path.read_text(encoding="utf-8"), source=str(path)), source=source)
     for name, row in table.rows.items():
-        table.rows[name] = build(Row, row or {}, source=source, key=f"rows.{name}")
-        if unknown := [column for column in table.rows[name].published if column not in table.columns]:
-            raise ConfigError(
-                f"{path}: rows.{name}: unknown column {unknown[0]!r}, {nearest(unknown[0], table.columns)}"
-            )
-    known = table_names()
-    for recipes in (table.glue.recipes if table.glue else (), *(row.glue for row in table.rows.values())):
-        if unknown := [name for name in recipes if name not in known]:
-            raise ConfigError(f"{path}: glue: unknown recipe {unknown[0]!r}, {nearest(unknown[0], known)}")
-    for kind in ("claims", "open"):
-        for name in (name for pair in getattr(table, kind) for name in pair):
-            if name not in table.rows:
-                raise ConfigError(f"{path}: {kind}: unknown row {name!r}, {nearest(name, table.rows)}")
-    pairs = [" > ".join(pair) for pair in (*table.claims, *table.open)]
-    if unknown := [name for name in table.notes if name not in pairs]:
-        raise ConfigError(f"{path}: notes: unknown claim {unknown[0]!r}, {nearest(unknown[0], pairs)}")
+        made = build(Row, row or {}, source=source, key=f"rows.{name}")
+        check_known(made.published, table.columns, f"{path}: rows.{name}: unknown column")
+        check_known(made.glue, table_names(), f"{path}: glue: unknown recipe")
+        table.rows[name] = made
+    if table.glue:
+        check_known(table.glue.recipes, table_names(), f"{path}: glue: unknown recipe")
+    for kind, pairs in (("claims", table.claims), ("open", table.open)):
+        for pair in pairs:
+            check_known(pair, table.rows, f"{path}: {kind}: unknown row")
+    names = [" > ".join(pair) for pair in (*table.claims, *table.open)]
+    check_known(table.notes, names, f"{path}: notes: unknown claim")
     return table
+
+
+def check_known(names: Iterable[str], known: Collection[str], text: str) -> None:
+    """Check that all names are known.
+
+    Raises:
+        ConfigError: A name is not; the message begins with `text`.
+    """
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{text} {name!r}, {nearest(name, known)}")
 
 
 def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table]:
@@ -255,26 +265,36 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
     Raises:
         ConfigError: A recipe is unknown, or its settings cannot be combined.
     """
-    made: dict[tuple[str, int], Cell] = {}
     if scale == "published":
-        rows, seeds = {row: (each.recipe, {}) for row, each in table.rows.items() if each.recipe}, table.published_seeds
-    elif table.mini is None:
+        return published_cells(name, table)
+    if table.mini is None:
         return []
-    else:
-        own = {row: each.set for row, each in table.rows.items() if each.set is not None}
-        rows, seeds = (
-            {row: (table.mini.recipe, {**table.mini.set, **more}) for row, more in own.items()},
-            table.mini.seeds,
-        )
-
-    measured = table.distance if scale == "mini" else None
-    classifier = make_cell(name, "features", scale, 0, measured.features, measured.set) if measured else None
-    for seed in range(seeds):
-        for row, (recipe, settings) in rows.items():
-            others = [value.removeprefix(RUN_OF) for value in settings.values() if is_run(value)]
-            after = made[others[-1], seed] if others else classifier
-            made[row, seed] = make_cell(name, row, scale, seed, recipe, settings, after, measured)
+    measured = table.distance
+    classifier = None
+    if measured:
+        classifier = make_cell(name, "features", scale, 0, measured.features, measured.set)
+    made: dict[tuple[str, int], Cell] = {}
+    for seed in range(table.mini.seeds):
+        for row, each in table.rows.items():
+            if each.set is None:
+                continue
+            settings = table.mini.set | each.set
+            after = classifier
+            for value in settings.values():
+                if is_run(value):
+                    after = made[value.removeprefix(RUN_OF), seed]
+            made[row, seed] = make_cell(name, row, scale, seed, table.mini.recipe, settings, after, measured)
     return list(made.values())
+
+
+def published_cells(name: str, table: Table) -> list[Cell]:
+    """List the runs of a table by the recipes of its rows."""
+    found = []
+    for seed in range(table.published_seeds):
+        for row, each in table.rows.items():
+            if each.recipe:
+                found.append(make_cell(name, row, "published", seed, each.recipe, {}))
+    return found
 
 
 def make_cell(
@@ -287,15 +307,21 @@ def make_cell(
     after: Cell | None = None,
     measured: Distance | None = None,
 ) -> Cell:
-    runs = [key for key, value in settings.items() if is_run(value)]
-    overrides = as_overrides({**settings, **{key: str(after.run) for key in runs}})
+    given = dict(settings)
+    runs = {}  # settings that name a run, as they enter the key, which is the same for all seeds
+    for key, value in settings.items():
+        if is_run(value) and after:
+            given[key] = str(after.run)
+            runs[key] = f"{RUN_OF}{after.key}"
+    overrides = as_overrides(given)
     try:
         resolved = resolve_once(recipe, tuple(overrides))
     except ConfigError as error:
         raise ConfigError(f"table {table}, row {row!r}: {error}") from None
-    values = settings_of(resolved) | {key: f"{RUN_OF}{after.key}" for key in runs}  # the same for all seeds
-    key = short_hash([values, asdict(measured)] if measured else values)
-    return Cell(table, row, scale, seed, (recipe, *overrides), resolved, key, after)
+    values: Any = settings_of(resolved) | runs
+    if measured:
+        values = [values, asdict(measured)]
+    return Cell(table, row, scale, seed, (recipe, *overrides), resolved, short_hash(values), after)
 
 
 def is_run(value: Any) -> bool:
@@ -310,10 +336,18 @@ def resolve_once(recipe: str, overrides: tuple[str, ...]) -> Recipe:
 
 
 def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    found = []
+    for key, value in settings.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        found.append(f"{key}={text}")
+    return found
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that are not default, except the seed and those that do not change the results."""
     free = free_keys(recipe) | {"seed"}
-    return {k: v for k, v in changed(recipe).items() if k not in free and not k.startswith("about.")}
+    found = {}
+    for key, value in changed(recipe).items():
+        if key not in free and not key.startswith("about."):
+            found[key] = value
+    return found
