@@ -20,7 +20,8 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
     predicted.
     """
     tokenizer = open_tokenizer_of(loaded)
-    rows, code = [], 0
+    rows: list[list[str]] = []
+    code = 0
     for text in texts:
         try:
             answers = answer(loaded, tokenizer, text, top)
@@ -28,10 +29,14 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
             print(f"error: {error}", file=sys.stderr)
             code = 2
             continue
-        numbers = [""] if len(answers) == 1 else [f" ({i})" for i in range(1, len(answers) + 1)]
-        rows += [[f"{text}{number}", *words] for number, words in zip(numbers, answers)]
+        for number, words in enumerate(answers, 1):
+            named = text if len(answers) == 1 else f"{text} ({number})"
+            rows.append([named, *words])
     if rows:
-        print(table(["text", *(f"top {i}" for i in range(1, len(rows[0])))], rows))
+        header = ["text"]
+        for place in range(1, len(rows[0])):
+            header.append(f"top {place}")
+        print(table(header, rows))
     return code
 
 
@@ -53,7 +58,10 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
     first, *rest = map(tokenizer.encode, parts)
     if not rest:
         raise ConfigError(f"{text[:40]!r}: expected at least one {mask}, the token to predict")
-    ids = [*before, *first, *(i for part in rest for i in (hidden, *part)), *after]
+    ids = list(before) + first
+    for part in rest:
+        ids += [hidden, *part]
+    ids += after
     tokens = torch.tensor([ids], device=next(loaded.model.parameters()).device)  # (1, L)
     try:
         with torch.inference_mode():
@@ -62,10 +70,17 @@ def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list
         raise ConfigError(f"{text[:40]!r}: {error}") from None
     check_finite(logits, loaded.folder)
     likely = logits.softmax(-1).topk(min(top, logits.shape[-1]))
-    pairs = zip(likely.values.tolist(), likely.indices.tolist())
-    return [[f"{shown(tokenizer.decode([i]))} {100 * share:.1f}%" for share, i in zip(*pair)] for pair in pairs]
+    answers = []
+    for shares, tokens_of_mask in zip(likely.values.tolist(), likely.indices.tolist()):
+        words = []
+        for share, token in zip(shares, tokens_of_mask):
+            words.append(f"{shown(tokenizer.decode([token]))} {100 * share:.1f}%")
+        answers.append(words)
+    return answers
 
 
 def shown(token: str) -> str:
     """Return the text of a token, in quotes if it has blanks or unprintable characters."""
-    return token if token.strip() == token and token.isprintable() and token else repr(token)
+    if token and token.strip() == token and token.isprintable():
+        return token
+    return repr(token)

@@ -72,7 +72,8 @@ def load(name: str) -> Run:
         raise ConfigError(f"{folder}: no metrics.jsonl: it is not trained yet, or it is a converted checkpoint")
     try:
         lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-        trained, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "val"))
+        trained = [line for line in lines if line["kind"] == "train"]
+        held_out = [line for line in lines if line["kind"] == "val"]
         if not held_out:
             raise ConfigError(f"{folder}: not validated yet, train it first")
         if not finished(recipe, held_out[-1]):
@@ -86,40 +87,76 @@ def load(name: str) -> Run:
         curve = [(line[unit], line[metric.name]) for line in scored]
         top = metric.best(value for _, value in curve)
         best = next(line for line in reversed(held_out) if line[metric.name] == top)  # of equal values, the latest
-        beside = [(m, best[m.name]) for m in others if not isinstance(m, MetricOfMeans)]
-        more = {
-            line["kind"].removeprefix("val_"): {m.name: line[m.name] for m in task.metrics}
-            for line in lines
-            if line["kind"].startswith("val_") and not line["kind"].endswith("_ema") and line["step"] == best["step"]
-        }
+        beside = [(other, best[other.name]) for other in others if not isinstance(other, MetricOfMeans)]
+        more = {}
+        for line in lines:
+            kind = line["kind"]
+            if kind.startswith("val_") and not kind.endswith("_ema") and line["step"] == best["step"]:
+                more[kind.removeprefix("val_")] = {each.name: line[each.name] for each in task.metrics}
         environment = dict(json.loads((folder / ENVIRONMENT).read_text()))
-        summary = json.loads((folder / SUMMARY).read_text()) if (folder / SUMMARY).exists() else None
-        test = summary["value"] if summary and summary["split"] == "test" else None
-        test = None if test is None else float(test)
-        remark = summary["remark"] if summary and "remark" in summary else task.remark(best)
+        test, remark = read_summary(folder / SUMMARY)
+        if remark is None:
+            remark = task.remark(best)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{folder}: its metrics cannot be read ({error})") from None
     parameters = count_parameters(build_on_meta(task, recipe.model))
-    rates = [line[key] for line in trained if (key := f"{task.unit}_per_second") in line]
+    key = f"{task.unit}_per_second"
+    rates = [line[key] for line in trained if key in line]
     of_sample = units_per_sample(recipe, task)
-    seen = of_sample and of_sample * samples_of(recipe, held_out[-1])
-    speed = of_sample and of_sample * statistics.median(rates) if rates else None
-    measured = (metric, curve, beside, more, test, seen, speed, parameters)
-    return Run(folder, recipe, task, *measured, environment, task.info, remark, checkpoint.get("data"))
+    seen = speed = None
+    if of_sample is not None:
+        seen = of_sample * samples_of(recipe, held_out[-1])
+        if rates:
+            speed = of_sample * statistics.median(rates)
+    return Run(
+        folder=folder,
+        recipe=recipe,
+        task=task,
+        metric=metric,
+        curve=curve,
+        beside=beside,
+        more=more,
+        test=test,
+        seen=seen,
+        speed=speed,
+        parameters=parameters,
+        environment=environment,
+        info=task.info,
+        remark=remark or None,
+        data=checkpoint.get("data"),
+    )
+
+
+def read_summary(path: Path) -> tuple[float | None, str | None]:
+    """Return the test metric and the remark of the evaluation of a run: None without one, "" without a remark."""
+    if not path.exists():
+        return None, None
+    summary = json.loads(path.read_text())
+    test = None
+    if summary["split"] == "test" and summary["value"] is not None:
+        test = float(summary["value"])
+    if "remark" not in summary:
+        return test, None
+    return test, summary["remark"] or ""
 
 
 def finished(recipe: Recipe, last: dict[str, Any]) -> bool:
     """Return whether the last validation happened at the last step of the training."""
-    c, step = recipe.trainer, last["step"]
+    c = recipe.trainer
+    step = last["step"]
     if c.time is not None:
         return last["seconds"] >= to_seconds(c.time)
-    return step >= (c.steps if c.steps is not None else round(c.epochs * step / last["epoch"]))
+    if c.steps is not None:
+        return step >= c.steps
+    return step >= round(c.epochs * step / last["epoch"])
 
 
 def samples_of(recipe: Recipe, last: dict[str, Any]) -> int:
     """Return the number of samples that a run was trained on until its last validation."""
     c = recipe.trainer
-    return last["step"] * c.batch_size if c.batch_ramp is None else last["samples"]
+    if c.batch_ramp is None:
+        return last["step"] * c.batch_size
+    return last["samples"]
 
 
 def units_per_sample(recipe: Recipe, task: Task) -> float | None:

@@ -48,8 +48,11 @@ CPU = "For two CPU cores, minutes to hours; no result of a paper"
 
 def recipe_files() -> dict[str, Path]:
     """Return the file of each of our recipes, by its bare name."""
-    paths = [path for path in RECIPES.rglob("*.yaml") if path.parent != RECIPES / "base"]
-    return {path.stem: path for path in sorted(paths, key=lambda path: path.stem)}
+    found = {}
+    for path in RECIPES.rglob("*.yaml"):
+        if path.parent != RECIPES / "base":
+            found[path.stem] = path
+    return dict(sorted(found.items()))
 
 
 def recipe_names() -> list[str]:
@@ -68,16 +71,19 @@ def recipe_path(name: str | Path) -> Path:
     if os.path.lexists(path) and not data:
         return path
     ours = recipe_files()
-    shipped = ours.get(path.stem) if path.suffix in ("", ".yaml") else None
+    shipped = None
+    if path.suffix in ("", ".yaml"):
+        shipped = ours.get(path.stem)
     if path.name != str(name):
         if shipped is not None and path.suffix:
             raise ConfigError(f"{name}: no such file, did you mean {path.stem!r}?")
         return path
     if shipped is not None:
         return shipped
-    if (of_run := Path("runs") / name / "recipe.yaml").is_file():
+    of_run = Path("runs") / name / "recipe.yaml"
+    if of_run.is_file():
         raise ConfigError(f"{name}: no such recipe, but a run; its recipe is {of_run}")
-    names = [*ours, *(p.name for p in Path().glob("*.yaml"))]
+    names = list(ours) + [path.name for path in Path().glob("*.yaml")]
     raise ConfigError(f"{name}: no such recipe, {nearest(str(name), names, './run.sh list prints the recipes')}")
 
 
@@ -114,39 +120,56 @@ def listing(*patterns: str) -> str:
     Raises:
         ConfigError: No recipe matches.
     """
-    titles = (OWN, CPU, *FAMILIES.values())
-    families: dict[str, list[tuple[str, str, str]]] = {title: [] for title in titles}
+    titles: dict[str, str] = {}  # of the family of each recipe that matches
+    rows = []
     files = recipe_files()
     for name, path in files.items():
         about = read_about(path)
-        row, expected = claim(about.get("row", "")), about.get("expected", "")
+        row = claim(about.get("row", ""))
         if all(matches(pattern, f"{name} {row}") for pattern in patterns):
-            title = OWN if not about else CPU if about.get("hardware") == SMALL else family(name)
-            families[title].append((name, row, expected))
-    rows = [row for own in families.values() for row in own]
+            titles[name] = title_of(name, about)
+            rows.append((name, row, about.get("expected", "")))
     if not rows:
         wanted = " ".join(patterns)
         near = nearest(wanted, files, "./run.sh list prints all recipes")
         raise ConfigError(f"{wanted!r}: no recipe's name or row matches, {near}")
-    lines, text = [], iter(aligned(rows))
-    for title, own in families.items():
-        if own:
-            lines += ["", title, *(f"  {next(text)}" for _ in own)]
-    more = "./run.sh show NAME: all settings and the cost on this machine; ./run.sh list --mixers: the mixers"
-    return "\n".join([*lines[1:], "", more])
+    families: dict[str, list[str]] = {}
+    for name, line in zip(titles, aligned(rows)):
+        families.setdefault(titles[name], []).append(f"  {line}")
+    text = ""
+    for title in (OWN, CPU, *FAMILIES.values()):
+        if title in families:
+            text += "\n".join([title, *families[title], "", ""])
+    return f"{text}./run.sh show NAME: all settings and the cost on this machine; ./run.sh list --mixers: the mixers"
+
+
+def title_of(name: str, about: dict[str, Any]) -> str:
+    """Return the title under which a recipe is listed."""
+    if not about:
+        return OWN
+    if about.get("hardware") == SMALL:
+        return CPU
+    return family(name)
 
 
 def matches(pattern: str, text: str) -> bool:
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatch(text.split()[0], pattern)
-    each = TABLES.sub(lambda found: " ".join(f"Table {n}" for n in re.findall(r"\d+", found[0])), text)
-    return any(pattern.lower() in way.lower() for way in (text, each))
+    singly = TABLES.sub(each_table, text)
+    return pattern.lower() in text.lower() or pattern.lower() in singly.lower()
+
+
+def each_table(found: re.Match) -> str:
+    """Return "Tables 2 and 3" as "Table 2 Table 3"."""
+    return " ".join(f"Table {n}" for n in re.findall(r"\d+", found[0]))
 
 
 def family(name: str) -> str:
     """Return the title of the family of a recipe: of the longest known beginning of its name."""
     fits = [known for known in FAMILIES if name.startswith(known)]
-    return FAMILIES[max(fits, key=len)] if fits else OWN
+    if not fits:
+        return OWN
+    return FAMILIES[max(fits, key=len)]
 
 
 def claim(row: str) -> str:
@@ -161,5 +184,6 @@ def read_about(path: Path) -> dict[str, Any]:
         held = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    about = held.get("about") if isinstance(held, dict) else None
-    return {key: str(value) for key, value in about.items()} if isinstance(about, dict) else {}
+    if not isinstance(held, dict) or not isinstance(held.get("about"), dict):
+        return {}
+    return {key: str(value) for key, value in held["about"].items()}

@@ -18,22 +18,32 @@ TALLY = {HOLDS: "hold", FAILS: "fail", ABSENT: "not offered"}
 def as_text(subject: Subject, results: list[Result]) -> str:
     """Return a table of all checks, then what each failure means."""
     count = sum(parameter.numel() for parameter in subject.layer.parameters())
-    title = f"{subject.name}: width {subject.dim}, {count:,} parameters, torch {torch.__version__}"
     rows = [["check", "result", "measured", "limit", ""]]
+    failures = []
     for result in results:
-        numbers = [f"{number:.2g}" for number in result.worst[:2]] if result.worst else ["-", "-"]
-        rows.append([result.name, result.status, *numbers, remark(result)])
-    failures = [f"{r.name} fails: {CHECKS[r.name].meaning}: {extent(r)}" for r in results if r.status == FAILS]
-    failures += [""] if failures else []
-    tally = ", ".join(f"{sum(r.status == s for r in results)} {words}" for s, words in TALLY.items())
-    return "\n".join([title, "", *aligned(rows), "", *failures, tally])
+        value = limit = "-"
+        if result.worst:
+            value, limit = f"{result.worst.value:.2g}", f"{result.worst.limit:.2g}"
+        rows.append([result.name, result.status, value, limit, remark(result)])
+        if result.status == FAILS:
+            failures.append(f"{result.name} fails: {CHECKS[result.name].meaning}: {extent(result)}")
+    parts = [f"{subject.name}: width {subject.dim}, {count:,} parameters, torch {torch.__version__}"]
+    parts.append("\n".join(aligned(rows)))
+    if failures:
+        parts.append("\n".join(failures))
+    statuses = [result.status for result in results]
+    tally = [f"{statuses.count(status)} {words}" for status, words in TALLY.items()]
+    parts.append(", ".join(tally))
+    return "\n\n".join(parts)
 
 
 def remark(result: Result) -> str:
     """Return the case of the largest value if it is not 0, or why there is no value."""
     if result.worst:
         return result.worst.where if result.worst.value else ""
-    return "raises an error" if result.status == FAILS else result.detail
+    if result.status == FAILS:
+        return "raises an error"
+    return result.detail
 
 
 def extent(result: Result) -> str:
@@ -46,25 +56,33 @@ def extent(result: Result) -> str:
     elif counted:
         size = f"{counted}: {value}"
     else:
-        size = f"largest difference {100 * value:{'.2g' if value < 1 else ',.0f'}} %"
+        percent = f"{100 * value:.2g}" if value < 1 else f"{100 * value:,.0f}"
+        size = f"largest difference {percent} %"
     return f"{size} ({result.worst.where})"
 
 
 def as_json(subject: Subject, results: list[Result]) -> dict[str, Any]:
     """Return all measurements; a value that is not finite becomes null."""
-    checks = [
-        {
-            "name": r.name,
-            "result": r.status,
-            "detail": r.detail,
-            "meaning": CHECKS[r.name].meaning if r.status == FAILS else None,
-            "measures": [number(measure) for measure in r.measures],
-            **(number(r.worst) if r.worst else {"value": None, "limit": None}),
+    checks = []
+    for result in results:
+        worst: dict[str, Any] = {"value": None, "limit": None}
+        if result.worst:
+            worst = number(result.worst)
+        check = {
+            "name": result.name,
+            "result": result.status,
+            "detail": result.detail,
+            "meaning": CHECKS[result.name].meaning if result.status == FAILS else None,
+            "measures": [number(measure) for measure in result.measures],
         }
-        for r in results
-    ]
-    settings = {"layer": subject.name, "dim": subject.dim, "causal": subject.causal, "torch": torch.__version__}
-    return {**settings, "checks": checks}
+        checks.append(check | worst)
+    return {
+        "layer": subject.name,
+        "dim": subject.dim,
+        "causal": subject.causal,
+        "torch": torch.__version__,
+        "checks": checks,
+    }
 
 
 def number(measure: Measure) -> dict[str, Any]:
