@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 import warnings
 from functools import partial
 from pathlib import Path
@@ -49,11 +48,12 @@ from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools import options
+from tools.bench.engine import typed
 from tools.cli import check_folder, say
 from tools.compose import build_data, check_finite, digest, resolve_run
 from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
 from tools.probe import device_name, stamp
-from tools.tables import table
+from tools.tables import Cell, fill, table
 
 FEWEST = 2 * GROUPS  # smallest number of images in a set
 SHARES = ("precision", "recall")
@@ -68,9 +68,12 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--{name}: expected at least {FEWEST}, got {getattr(args, name)}")
     if args.out:
         check_folder("--out", args.out.parent)
-    runtime, features = start_runtime(), None
-    if args.features:
-        features = (TorchScriptFeatures if Path(args.features).suffix == ".pt" else ClassifierFeatures)(args, runtime)
+    runtime = start_runtime()
+    features = None
+    if args.features and Path(args.features).suffix == ".pt":
+        features = TorchScriptFeatures(args, runtime)
+    elif args.features:
+        features = ClassifierFeatures(args, runtime)
     generating = ("keep", "checkpoint", "raw", "steps", "guidance")
     usual = options.distance([args.samples_of])
     changed = [name for name in generating if getattr(args, name) != getattr(usual, name)]
@@ -79,15 +82,16 @@ def main(argv: list[str]) -> int:
         check_folder("RUN", run.folder)
     out = args.out or (run and run.folder / options.FIGURES)
     real, floor = open_reference(args, made.count, run.folder if run else features and features.run, features)
-    for pictures in filter(None, (made, real, floor)):
-        check(pictures, features)
+    for pictures in (made, real, floor):
+        if pictures is not None:
+            check(pictures, features)
     read = partial(read_features, features=features, runtime=runtime)
     reference = read(real)
     kind = features.name if features else "file"
     rows = [compare(read(made), reference, made.name, kind)]
     if floor is None:  # compare two halves of the same set
-        floor, reference = (reference.part(half) for half in (slice(None, None, 2), slice(1, None, 2)))
-        rows.append(compare(floor, reference, "real, in halves", kind))
+        even, odd = reference.part(slice(None, None, 2)), reference.part(slice(1, None, 2))
+        rows.append(compare(even, odd, "real, in halves", kind))
     else:
         rows.append(compare(read(floor), reference, f"real, {floor.name}", kind))
     show(rows, features, real)
@@ -96,13 +100,13 @@ def main(argv: list[str]) -> int:
         if args.reference not in SPLITS:
             about["reference"] = str(Path(args.reference).resolve())
         if run:
-            about |= {name: getattr(args, name) for name in ("checkpoint", "raw", "steps", "guidance", "seed")}
+            for name in ("checkpoint", "raw", "steps", "guidance", "seed"):
+                about[name] = getattr(args, name)
             about["step"] = run.checkpoint["step"]
-        typed = shlex.join(["./run.sh", "distance", *argv])
         about["rows"] = [row._asdict() for row in rows]
         if run and not args.out and has_other(out, about):
             say(f"the scores of other settings are kept as {keep_aside(out)}")
-        save_json(out, {**about, "device": device_name(), **stamp(typed)})
+        save_json(out, about | {"device": device_name()} | stamp(typed("distance", argv)))
         say(f"written: {out}")
     return 0
 
@@ -118,8 +122,12 @@ class ClassifierFeatures:
             raise ConfigError(
                 f"--features: {loaded.folder} is of task {loaded.recipe.task.name!r}, expected a classifier of images"
             )
-        self.run, self.about, self.model = loaded.folder, str(loaded.folder), loaded.model.to(runtime.device)
-        self.shape, self.given, self.digest = loaded.model.image_shape, [], digest(loaded.model)
+        self.run = loaded.folder
+        self.about = str(loaded.folder)
+        self.model = loaded.model.to(runtime.device)
+        self.shape = loaded.model.image_shape
+        self.digest = digest(loaded.model)
+        self.given: list[Tensor] = []
         loaded.model.head.register_forward_pre_hook(lambda _, given: self.given.append(given[0]))
         if loaded.recipe.trainer.compile and not args.eager:
             compile_blocks(loaded.model, dynamic=None)  # the last batch is smaller
@@ -135,7 +143,8 @@ class ClassifierFeatures:
             ConfigError: The classifier reads images of another shape.
         """
         if pictures != self.shape:
-            here, there = (" x ".join(map(str, shape)) for shape in (pictures, self.shape))
+            here = " x ".join(map(str, pictures))
+            there = " x ".join(map(str, self.shape))
             raise ConfigError(f"{whose}: images of {here}, but the classifier {self.about} reads {there}")
 
     def __call__(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,9 +168,12 @@ class TorchScriptFeatures:
                 self.module = torch.jit.load(path, map_location=runtime.device).eval()
         except (RuntimeError, ValueError, OSError):
             raise ConfigError(f"--features: {path} is not a TorchScript module") from None
-        self.name, self.about, self.digest = path.stem, str(path), hashlib.blake2b(path.read_bytes()).hexdigest()[:32]
-        named = {argument.name for argument in self.module.forward.schema.arguments}
-        self.options = {"return_features": True} if "return_features" in named else {}
+        self.name = path.stem
+        self.about = str(path)
+        self.digest = hashlib.blake2b(path.read_bytes()).hexdigest()[:32]
+        self.options = {}
+        if "return_features" in [argument.name for argument in self.module.forward.schema.arguments]:
+            self.options["return_features"] = True
 
     def check(self, pictures: tuple[int, ...], whose: str) -> None:
         """Accept all shapes: the module itself reports images that it cannot read."""
@@ -183,7 +195,8 @@ def open_samples(args: Any, runtime: Runtime, features: Any, changed: list[str])
     Raises:
         ConfigError: Images of a folder or file, but options of generation were `changed`.
     """
-    path, channels = Path(args.samples_of), features.channels if features else 3
+    path = Path(args.samples_of)
+    channels = features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
         if changed:
             raise ConfigError(f"--{changed[0]}: {path} is not a run, nothing is generated")
@@ -209,9 +222,10 @@ def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> 
         raise ConfigError("--reference: there is no run whose data could be used, give a folder or FILE.npz")
     recipe = resolve_run(run, args.overrides)
     splits = build_data(recipe)
-    other = next(s for s in ("test", "val", "train") if s != args.reference and getattr(splits, s) is not None)
-    most = {args.reference: args.real, other: samples}
-    return tuple(images_of_split(recipe, splits, s, most[s], args.batch, args.seed) for s in (args.reference, other))
+    there = [split for split in ("test", "val", "train") if getattr(splits, split) is not None]
+    other = next(split for split in there if split != args.reference)
+    real = images_of_split(recipe, splits, args.reference, args.real, args.batch, args.seed)
+    return real, images_of_split(recipe, splits, other, samples, args.batch, args.seed)
 
 
 def check(pictures: Pictures, features: Any) -> None:
@@ -230,7 +244,8 @@ def has_other(path: Path, about: dict[str, Any]) -> bool:
     """Return whether a file holds scores that are not those of `about`, measured again."""
 
     def settings(held: dict[str, Any]) -> list[Any]:
-        return [*(held.get(key) for key in about if key != "rows"), *(held["rows"][0][key] for key in COUNTS)]
+        found = [held.get(key) for key in about if key != "rows"]
+        return found + [held["rows"][0][key] for key in COUNTS]
 
     try:
         return path.exists() and settings(json.loads(path.read_text())) != settings(about)
@@ -245,7 +260,10 @@ class Features(NamedTuple):
     shares: Tensor | None
 
     def part(self, some: Any) -> Features:
-        return Features(self.values[some], None if self.shares is None else self.shares[some])
+        shares = None
+        if self.shares is not None:
+            shares = self.shares[some]
+        return Features(self.values[some], shares)
 
 
 def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Features:
@@ -267,7 +285,8 @@ def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Featur
                 with torch.inference_mode():
                     found, own = features(batch)
                 values.append(found.double())
-                shares += [] if own is None else [own]
+                if own is not None:
+                    shares.append(own)
             bar.update(len(batch))
     values = torch.cat(values)
     check_finite(values, features.about if features else pictures.name)
@@ -291,39 +310,51 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
         ConfigError: The two sets have different numbers of features.
     """
     if made.values.shape[1] != real.values.shape[1]:
-        sizes = [x.values.shape[1] for x in (made, real)]
-        raise ConfigError(f"{name}: {sizes[0]} features per image, but the reference has {sizes[1]}")
+        there = real.values.shape[1]
+        raise ConfigError(f"{name}: {made.values.shape[1]} features per image, but the reference has {there}")
     nearest = min(len(made.values), len(real.values), NEAREST)
-    goal, near = Gaussian.of(real.values), real.values[:nearest]
+    goal = Gaussian.of(real.values)
+    near = real.values[:nearest]
     reach = radii(near)
 
     def figures(some: Tensor) -> Tensor:
         values = made.values[some]
         found = [frechet_distance(Gaussian.of(values), goal)]
-        found += [] if made.shares is None else [inception_score(made.shares[some])]
+        if made.shares is not None:
+            found.append(inception_score(made.shares[some]))
         found += precision_recall(near, made.values[:nearest][some[:nearest]], reach)
         return torch.stack(found).cpu()
 
     say(f"{name}: computing the scores of {len(made.values):,} images")
-    names = (f"FD-{kind}", *([] if made.shares is None else [f"IS-{kind}"]), *SHARES)
-    pairs = zip(*(x.tolist() for x in jackknife(figures, len(made.values))))
+    names = [f"FD-{kind}", *SHARES]
+    if made.shares is not None:
+        names.insert(1, f"IS-{kind}")
+    values, halves = jackknife(figures, len(made.values))
+    pairs = zip(values.tolist(), halves.tolist())
     return Row(name, len(made.values), len(real.values), nearest, dict(zip(names, pairs)))
 
 
 def show(rows: list[Row], features: Any, real: Pictures) -> None:
     """Print a table of the scores, and notes about features and reference."""
-    names = list(max((row.figures for row in rows), key=len))  # features from a file have no class probabilities
-    body = []
-    for row in rows:
-        cells = (as_text(*row.figures[name], name in SHARES) if name in row.figures else "-" for name in names)
-        body.append([row.name, f"{row.samples:,}", f"{row.reference:,}", *cells])
-    heads = (f"{name} %" if name in SHARES else name for name in names)
-    print(table(["images", "samples", "reference", *heads], body))
+    columns: dict[str, Cell] = {
+        "images": lambda row: row.name,
+        "samples": lambda row: f"{row.samples:,}",
+        "reference": lambda row: f"{row.reference:,}",
+    }
+    figures = [row.figures for row in rows]
+    for name in max(figures, key=len):  # features from a file have no class probabilities
+        heading = f"{name} %" if name in SHARES else name
+        columns[heading] = partial(figure_cell, name=name)
+    header, cells = fill(columns, rows)
+    print(table(header, cells))
     where = f"features of {features.about}" if features else "features as stored in the files"
     print(f"reference: {real.name}; {where}; ±: 95 %, jackknife of {GROUPS} groups")
     print(f"precision and recall: k = {NEIGHBOURS}, equally many images of both sets, at most {NEAREST:,}")
 
 
-def as_text(value: float, half: float, percent: bool) -> str:
-    scale = 100 if percent else 1
+def figure_cell(row: Row, name: str) -> str:
+    if name not in row.figures:
+        return "-"
+    value, half = row.figures[name]
+    scale = 100 if name in SHARES else 1
     return f"{scale * value:.2f} ± {scale * half:.2f}"

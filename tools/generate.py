@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lion.config import ConfigError
 from lion.files import write_atomic
@@ -42,6 +43,7 @@ from tools.cli import check_folder, run_command, say
 from tools.compose import check_finite, digest, open_tokenizer_of
 from tools.cost import duration_text
 from tools.launch import Machines, launch
+from tools.processes import first_line
 from tools.tables import digits
 
 UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; most tokens of one character
@@ -147,12 +149,14 @@ def write(
         ConfigError: The model of the run in `folder` has diverged.
     """
     check_finite(text.logits, folder)
-    several, sampling = len(prompts) > 1, Sampling(args.temperature, args.top_k, args.top_p)
+    several = len(prompts) > 1
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     begun = [len(row) for row in text.rows]
     first, *others = [Decoder(decode, row, resumed=not args.prompt) for row in text.rows]
     made = text.generate(args.tokens, sampling, args.seed)
     show(f"[1] {prompts[0]}" if several else prompts[0])
-    clock, stop = [time.perf_counter()], Stop()
+    clock = [time.perf_counter()]
+    stop = Stop()
     with catch_signals(stop, "stopping after this token"):
         try:
             for tokens in made:
@@ -168,11 +172,15 @@ def write(
     stored = args.state is not None
     show(first.end(stored) + "\n")
     for i, (prompt, own) in enumerate(zip(prompts[1:], others), 1):
-        show(f"[{i + 1}] {prompt}{own.add(*text.rows[i][begun[i] :])}{own.end(stored)}\n")
+        continued = own.add(*text.rows[i][begun[i] :])
+        show(f"[{i + 1}] {prompt}{continued}{own.end(stored)}\n")
     kept = sum(x.nbytes for x in tree_leaves(reserve(text.state, 0)) if torch.is_tensor(x))
-    each = [b - a for a, b in itertools.pairwise(clock)]
-    spent = f", the first in {duration_text(each[0])}" if each else ""
-    spent += f", then {1000 * statistics.median(each[1:]):.2f} ms per token" if each[1:] else ""
+    each = [after - before for before, after in itertools.pairwise(clock)]
+    spent = ""
+    if each:
+        spent += f", the first in {duration_text(each[0])}"
+    if len(each) > 1:
+        spent += f", then {1000 * statistics.median(each[1:]):.2f} ms per token"
     say(f"mode {text.mode}: {written} tokens{spent}; state {digits(kept / 2**20)} MiB")
     return written == args.tokens
 
@@ -192,24 +200,32 @@ class Decoder:
     def __init__(
         self, decode: Callable[[list[int]], str], before: Sequence[int] = (), *, resumed: bool = False
     ) -> None:
-        self.decode, self.before, self.waiting = decode, [*before[-2 * LONGEST :]], []
+        self.decode = decode
+        self.before = list(before[-2 * LONGEST :])
+        self.waiting: list[int] = []
         while resumed and decode(self.before).endswith(UNFINISHED) and len(self.waiting) < LONGEST - 1:
             self.waiting.insert(0, self.before.pop())
 
     def add(self, *tokens: int) -> str:
         self.waiting += tokens
-        return "" if self.text().endswith(UNFINISHED) and len(self.waiting) < LONGEST else self.rest()
+        if self.text().endswith(UNFINISHED) and len(self.waiting) < LONGEST:
+            return ""
+        return self.rest()
 
     def text(self) -> str:
-        return self.decode([*self.before, *self.waiting])[len(self.decode(self.before)) :]
+        shown = self.decode(self.before)
+        return self.decode(self.before + self.waiting)[len(shown) :]
 
     def end(self, stored: bool) -> str:
         """Return the incomplete character at the end, unless the text is `stored` and a later call completes it."""
-        return "" if stored and self.text().endswith(UNFINISHED) else self.rest()
+        if stored and self.text().endswith(UNFINISHED):
+            return ""
+        return self.rest()
 
     def rest(self) -> str:
         text = self.text()
-        self.before, self.waiting = [*self.before, *self.waiting][-LONGEST:], []
+        self.before = (self.before + self.waiting)[-LONGEST:]
+        self.waiting = []
         return text
 
 
@@ -221,9 +237,15 @@ class Stop:
 
 def write_state(path: Path, text: Continuation) -> None:
     """Store the state of a continuation: a SHA-256 digest, followed by the data for `read_state` from torch.save."""
-    parts = {"mode": text.mode, "rows": text.rows, "logits": text.logits, "state": text.state}
-    held, file = {**parts, "weights": digest(text.model)}, io.BytesIO()
-    torch.save(tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, held), file)
+    held = {
+        "mode": text.mode,
+        "rows": text.rows,
+        "logits": text.logits,
+        "state": text.state,
+        "weights": digest(text.model),
+    }
+    file = io.BytesIO()
+    torch.save(tree_map_only(torch.Tensor, Tensor.cpu, held), file)
     content = file.getvalue()
     write_atomic(path, lambda file: file.write(hashlib.sha256(content).digest() + content))
 
@@ -234,14 +256,15 @@ def read_state(args: Any, loaded: LoadedRun) -> Continuation:
     Raises:
         ConfigError: The file is damaged, no state, or a state of another model or mode.
     """
-    path, model = args.state, loaded.model
+    path = args.state
+    model = loaded.model
     raw = path.read_bytes()
     if hashlib.sha256(raw[32:]).digest() != raw[:32]:
         raise ConfigError(f"--state: {path} is damaged, or not a state of ./run.sh generate")
     try:
         held = torch.load(io.BytesIO(raw[32:]), map_location=model.tokens.weight.device, weights_only=True)
     except Exception as error:  # the errors of torch.load share no type
-        raise ConfigError(f"--state: {path} cannot be read ({(str(error).splitlines() or [''])[0]})") from None
+        raise ConfigError(f"--state: {path} cannot be read ({first_line(error)})") from None
     if not isinstance(held, dict) or held.keys() != {"mode", "rows", "logits", "state", "weights"}:
         raise ConfigError(f"--state: {path} was written by another version of ./run.sh generate")
     if held["weights"] != digest(model):
@@ -288,8 +311,14 @@ def check_continuation(text: Continuation) -> None:
 
 def usual_state(model: GPT, rows: int, length: int) -> tuple[Any, ...]:
     """Describe the state after `length` tokens in every row: caches grow by the same sizes with each token."""
-    (*kinds, one), (*_, two) = (described(read(model, [[0] * tokens] * rows)[1]) for tokens in (1, 2))
-    return *kinds, [[a + (length - 1) * (b - a) for a, b in zip(*sizes)] for sizes in zip(one, two)]
+    _, state = read(model, [[0]] * rows)
+    _, later = read(model, [[0, 0]] * rows)
+    structure, dtypes, shapes = described(state)
+    _, _, longer = described(later)
+    grown = []
+    for before, after in zip(shapes, longer):
+        grown.append([a + (length - 1) * (b - a) for a, b in zip(before, after)])
+    return structure, dtypes, grown
 
 
 def described(state: Any) -> tuple[Any, ...]:

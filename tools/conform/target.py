@@ -50,8 +50,12 @@ def open_subject(
     elif place.rpartition(":")[0].endswith(".py"):
         adapt = getattr(module, "adapt", adapt)
     width = find_width(place, layer, adapt, [dim] if dim else widths(make, layer, settings))
-    name = f"{place}({', '.join(f'{key}={value!r}' for key, value in settings.items())})"
-    return Subject(name, layer, adapt, width, causal)
+    return Subject(f"{place}({as_arguments(settings)})", layer, adapt, width, causal)
+
+
+def as_arguments(settings: dict[str, Any]) -> str:
+    """Return settings as they stand in a call."""
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
 
 def find_maker(place: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -61,9 +65,17 @@ def find_maker(place: str) -> tuple[ModuleType, Callable[..., Any]]:
         raise ConfigError(f"{place}: expected MODULE:CLASS or FILE.py:CLASS, such as lion:LionAttention")
     file = source.endswith(".py")
     module = load_file(Path(source)) if file else load_module(source)
-    public = [n for n in dir(module) if not n.startswith("_")]
-    makers = [n for n in public if is_layer(vars(module).get(n)) or (file and inspect.isfunction(vars(module).get(n)))]
-    others = f"layers there: {', '.join(makers[:8])}{', ..' if len(makers) > 8 else ''}" if makers else "no layer there"
+    public = [name for name in dir(module) if not name.startswith("_")]
+    makers = []
+    for each in public:
+        value = vars(module).get(each)
+        if is_layer(value) or (file and inspect.isfunction(value)):
+            makers.append(each)
+    others = "no layer there"
+    if makers:
+        others = f"layers there: {', '.join(makers[:8])}"
+    if len(makers) > 8:
+        others += ", .."
     if not hasattr(module, name):
         raise ConfigError(f"{place}: {source} has no {name}, {nearest(name, makers or public, others)}")
     make = getattr(module, name)
@@ -85,7 +97,9 @@ def load_module(name: str) -> ModuleType:
         if name != missing and not name.startswith(f"{missing}."):  # a module that this module imports
             raise ConfigError(f"{name}: cannot be imported: {error_line(error)}") from None
         parent, _, leaf = missing.rpartition(".")
-        path = getattr(sys.modules.get(parent), "__path__", []) if parent else None
+        path = None
+        if parent:
+            path = getattr(sys.modules.get(parent), "__path__", [])
         known = [module.name for module in pkgutil.iter_modules(path)]
         hint = nearest(leaf, known, "is it installed in this Python?")
         raise ConfigError(f"{name}: no module {missing!r}, {hint}") from None
@@ -110,9 +124,11 @@ def load_file(path: Path, option: str = "") -> ModuleType:
 
 def parse_init(text: str) -> dict[str, Any]:
     """Parse arguments such as "dim=64,scales=[1, 2],mixer=gla"; values are those of YAML."""
-    settings = {}
-    for part in re.split(r",(?=\s*\w+\s*=)", text) if text.strip() else []:
-        name, sign, value = (piece.strip() for piece in part.partition("="))
+    settings: dict[str, Any] = {}
+    if not text.strip():
+        return settings
+    for part in re.split(r",(?=\s*\w+\s*=)", text):
+        name, sign, value = map(str.strip, part.partition("="))
         if not sign or not name.isidentifier():
             raise ConfigError(f"--init: expected NAME=VALUE,.. such as dim=64,num_heads=4, got {part!r}")
         settings[name] = parse_yaml(value, source=f"--init: {name}")
@@ -125,21 +141,27 @@ def parse_init(text: str) -> dict[str, Any]:
 def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) -> nn.Module:
     """Construct the layer from a fixed seed."""
     parameters = parameters_of(make)
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        for name in settings:
-            if name not in named:
-                raise ConfigError(f"--init: {place} has no argument {name!r}, {nearest(name, named)}")
-    missing = [p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in settings]
+    named = []
+    missing = []
+    open_ = False  # whether any argument is taken
+    for each in parameters:
+        if each.kind is each.VAR_KEYWORD:
+            open_ = True
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            named.append(each.name)
+            if each.default is each.empty and each.name not in settings:
+                missing.append(f"{each.name}=..")
+    for name in settings:
+        if name not in named and not open_:
+            raise ConfigError(f"--init: {place} has no argument {name!r}, {nearest(name, named)}")
     if missing:
-        raise ConfigError(f"--init: {place} needs {', '.join(f'{name}=..' for name in missing)}")
+        raise ConfigError(f"--init: {place} needs {', '.join(missing)}")
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layer = make(**settings)
     except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise ConfigError(f"--init: {place}({given}) raises {error_line(error)}") from None
+        raise ConfigError(f"--init: {place}({as_arguments(settings)}) raises {error_line(error)}") from None
     if not isinstance(layer, nn.Module):
         raise ConfigError(f"{place}: returned {type(layer).__name__}, expected a torch.nn.Module")
     return layer
@@ -147,16 +169,22 @@ def construct(place: str, make: Callable[..., Any], settings: dict[str, Any]) ->
 
 def parameters_of(make: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a function, or of the constructor of a class, without `self`."""
-    signature = inspect.signature(make.__init__ if isinstance(make, type) else make)
-    return list(signature.parameters.values())[isinstance(make, type) :]
+    if isinstance(make, type):
+        _, *parameters = inspect.signature(make.__init__).parameters.values()
+        return parameters
+    return list(inspect.signature(make).parameters.values())
 
 
 def widths(make: Callable[..., Any], layer: nn.Module, settings: dict[str, Any]) -> list[int]:
     """Return the widths to try: whole numbers among the arguments and their defaults, then sizes of parameters."""
-    usual = [p.default for p in parameters_of(make) if p.name not in settings]
-    given = [value for value in (*settings.values(), *usual) if type(value) is int]
-    sizes = [size for parameter in layer.parameters() for size in reversed(parameter.shape)]
-    return list(dict.fromkeys(n for n in [*given, *sizes, 64] if 1 < n <= LARGEST))
+    found = list(settings.values())
+    for each in parameters_of(make):
+        if each.name not in settings:
+            found.append(each.default)
+    for parameter in layer.parameters():
+        found += reversed(parameter.shape)
+    found.append(64)
+    return list(dict.fromkeys(size for size in found if type(size) is int and 1 < size <= LARGEST))
 
 
 def find_width(place: str, layer: nn.Module, adapt: Adapt, candidates: list[int]) -> int:

@@ -40,7 +40,9 @@ class Port:
 
     def example(self, sizes: dict[str, int]) -> Tensor:
         """Return random values, or the start of a state; in a mask, the second half of the second row is padding."""
-        shape = [sizes.get(n, 0) if isinstance(n, str) else n for n in self.shape]
+        shape = []
+        for size in self.shape:
+            shape.append(sizes.get(size, 0) if isinstance(size, str) else size)
         if self.start is not None:
             return torch.full(shape, self.start, dtype=self.dtype)
         if self.dtype.is_floating_point:
@@ -54,7 +56,9 @@ class Port:
     def described(self) -> dict[str, Any]:
         """Return the description as plain data."""
         port = {"name": self.name, "dtype": str(self.dtype)[6:], "shape": list(self.shape), "about": self.about}
-        return port if self.start is None else {**port, "start": str(self.start)}  # JSON has no infinity
+        if self.start is not None:
+            port["start"] = str(self.start)  # JSON has no infinity
+        return port
 
 
 Ports = tuple[tuple[Port, ...], Port]  # the inputs, and the output
@@ -74,12 +78,11 @@ def tokens(
     `ids` is the number of ids of a token, where a token has several; `where` is the place of padding.
     """
     shape = (BATCH, *shape)
-    typed = Port("types", torch.int64, shape, "number of the sentence of a pair, from 0", types)
-    return (
-        Port("tokens", torch.int64, (*shape, *ids), f"ids of tokens, from 0 to {vocabulary - 1}", vocabulary),
-        Port("mask", torch.bool, shape, f"false for padding{where}, on which no token depends"),
-        *([typed] if types else []),
-    )
+    read = Port("tokens", torch.int64, shape + ids, f"ids of tokens, from 0 to {vocabulary - 1}", vocabulary)
+    mask = Port("mask", torch.bool, shape, f"false for padding{where}, on which no token depends")
+    if not types:
+        return read, mask
+    return read, mask, Port("types", torch.int64, shape, "number of the sentence of a pair, from 0", types)
 
 
 def logits(*shape: int | str, about: str = "logits of the classes") -> Port:
@@ -87,8 +90,10 @@ def logits(*shape: int | str, about: str = "logits of the classes") -> Port:
 
 
 def of_diffusion(run: LoadedRun) -> Ports:
-    info, steps = run.task.info, run.task.process.count
-    image, labels = (BATCH, info.channels, *info.size), len(info.classes)
+    info = run.task.info
+    steps = run.task.process.count
+    image = (BATCH, info.channels, *info.size)
+    labels = len(info.classes)
     inputs = (
         Port("images", torch.float32, image, "noisy images, without noise from -1 to 1"),
         Port("times", torch.int64, (BATCH,), f"diffusion times, from 0 to {steps - 1}, the most noise", steps),
@@ -104,17 +109,24 @@ def of_images(run: LoadedRun) -> Ports:
 
 def of_sequences(run: LoadedRun) -> Ports:
     info = run.task.info
-    pair = (2,) if info.parts == 2 else ()
-    inputs = pixels(info.length) if info.vocabulary is None else tokens(info.vocabulary, *pair, LENGTH)
+    if info.vocabulary is None:
+        inputs = pixels(info.length)
+    elif info.parts == 2:
+        inputs = tokens(info.vocabulary, 2, LENGTH)
+    else:
+        inputs = tokens(info.vocabulary, LENGTH)
     return inputs, logits(info.classes)
 
 
 def of_masked_sequences(run: LoadedRun) -> Ports:
     info = run.task.info
-    inputs = pixels(info.length) if info.vocabulary is None else tokens(info.vocabulary, LENGTH)
+    if info.vocabulary is None:
+        inputs = pixels(info.length)
+        output = logits(info.length, 1, about="the normalised intensity at each place")
+    else:
+        inputs = tokens(info.vocabulary, LENGTH)
+        output = logits(LENGTH, info.vocabulary, about="logits of the id at each place")
     hidden = Port("hidden", torch.bool, inputs[0].shape, "true for inputs that the model predicts without reading them")
-    about = "the normalised intensity" if info.vocabulary is None else "logits of the id"
-    output = logits(*inputs[0].shape[1:], info.vocabulary or 1, about=f"{about} at each place")
     return (*inputs, hidden), output
 
 
@@ -136,7 +148,9 @@ def of_masked_text(run: LoadedRun) -> Ports:
 
 def of_labelled_text(run: LoadedRun) -> Ports:
     info = run.task.info
-    output = logits(len(info.classes)) if info.classes else logits(1, about="the predicted number")
+    output = logits(1, about="the predicted number")
+    if info.classes:
+        output = logits(len(info.classes))
     return tokens(info.vocabulary, LENGTH, types=run.model.config.token_types, where=" behind the tokens"), output
 
 
@@ -162,7 +176,8 @@ def facts_of(run: LoadedRun, data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(run.task, Diffusion):
         facts["alphas_cumprod"] = run.task.process.alphas_cumprod.tolist()
     elif isinstance(info, ImageInfo):
-        facts["prepare"] = {"mode": "L" if info.channels == 1 else "RGB", **scaling(info, data), "resample": "bicubic"}
+        facts["prepare"] = {"mode": "L" if info.channels == 1 else "RGB"}
+        facts["prepare"] |= scaling(info, data) | {"resample": "bicubic"}
     return facts
 
 
@@ -171,7 +186,8 @@ def scaling(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
 
     They have none for `cover`: the image keeps its proportions, and is as small as covers this height and width.
     """
-    (height, width), crop = info.size, evaluation_crop(data)
+    height, width = info.size
+    crop = evaluation_crop(data)
     size = {"height": height, "width": width}
     if crop is None:
         return {"size": size}

@@ -43,14 +43,18 @@ class Pixels(nn.Module):
         self.model = model
 
     def forward(self, pixels: Tensor, hidden: Tensor | None = None) -> Tensor:
-        return self.model(pixels, *([] if hidden is None else [None, hidden])).float()
+        if hidden is None:
+            return self.model(pixels).float()
+        return self.model(pixels, None, hidden).float()
 
 
 class Tokens(Pixels):
     """A model of token ids, a mask that is False for padding, and types or hidden ids if the model has any."""
 
     def forward(self, tokens: Tensor, mask: Tensor, more: Tensor | None = None) -> Tensor:
-        return self.model(tokens, mask, *([] if more is None else [more])).float()
+        if more is None:
+            return self.model(tokens, mask).float()
+        return self.model(tokens, mask, more).float()
 
 
 class Noise(Pixels):
@@ -82,12 +86,18 @@ class Program:
 
     def example(self, batch: int, length: int, seen: int = 0) -> tuple[Tensor, ...]:
         """Return random inputs, with fewer tokens if `length` exceeds `longest`, after `seen` tokens."""
-        length = length if self.longest is None else min(length, self.longest)
-        return tuple(port.example({BATCH: batch, LENGTH: length, SEEN: seen}) for port in self.inputs)
+        if self.longest is not None:
+            length = min(length, self.longest)
+        sizes = {BATCH: batch, LENGTH: length, SEEN: seen}
+        return tuple(port.example(sizes) for port in self.inputs)
 
     def varying(self) -> tuple[Any, ...]:
         """Return the dimensions of each argument of the module that may vary."""
-        return tuple({i: Dim.DYNAMIC for i, n in enumerate(p.shape) if isinstance(n, str)} for p in self.inputs)
+        found = []
+        for port in self.inputs:
+            named = [place for place, size in enumerate(port.shape) if isinstance(size, str)]
+            found.append(dict.fromkeys(named, Dim.DYNAMIC))
+        return tuple(found)
 
     @torch.no_grad()
     def graph(self) -> ExportedProgram:
@@ -133,11 +143,13 @@ def make_program(run: LoadedRun, overrides: Sequence[str], length: int | None) -
     if any(LENGTH in port.shape for port in inputs):
         longest = longest_input(run, length)
         if has_one_length(model):
-            inputs, output = tuple(with_length(port, longest) for port in inputs), with_length(output, longest)
+            inputs = tuple(with_length(port, longest) for port in inputs)
+            output = with_length(output, longest)
         elif "chunk" in forms_of(model):
             size = max(CHUNK, -(-(longest + 1) // CHUNKS))
             set_form(model, "chunk", size)
-            longest = size * CHUNKS - 1 if model.longest is None else longest
+            if model.longest is None:
+                longest = size * CHUNKS - 1
     elif length is not None:
         raise ConfigError(f"--length: {run.folder}: its inputs have one size")
     files = files_of(run, overrides, inputs, (output,), longest)
@@ -153,17 +165,23 @@ def longest_input(run: LoadedRun, length: int | None) -> int | None:
         return length
     if has_one_length(run.model):
         return size if limit is None else min(size, limit)
-    return limit if limit is not None or "chunk" not in forms_of(run.model) else max(size, LONGEST)
+    if limit is None and "chunk" in forms_of(run.model):
+        return max(size, LONGEST)
+    return limit
 
 
 def has_one_length(model: nn.Module) -> bool:
     """Return whether a graph of the model has one length: it unrolls a loop over tokens, or cuts rows into windows."""
-    unrolled = any(mixer.unrolled for mixer in mixers_of(model)) or any(isinstance(x, TPE) for x in model.modules())
-    return unrolled or getattr(model.config, "window", None) is not None
+    if getattr(model.config, "window", None) is not None:
+        return True
+    if any(mixer.unrolled for mixer in mixers_of(model)):
+        return True
+    return any(isinstance(module, TPE) for module in model.modules())
 
 
 def with_length(port: Port, length: int) -> Port:
-    return replace(port, shape=tuple(length if n == LENGTH else n for n in port.shape))
+    sizes = {LENGTH: length}
+    return replace(port, shape=tuple(sizes.get(size, size) for size in port.shape))
 
 
 def files_of(
@@ -185,8 +203,8 @@ def files_of(
         "inputs": [port.described() for port in inputs],
         "outputs": [port.described() for port in outputs],
         "longest": longest,
-        **facts_of(run, to_dict(resolve_run(run.folder, overrides).data)),
     }
+    about |= facts_of(run, to_dict(resolve_run(run.folder, overrides).data))
     files = {METADATA: json.dumps(about, indent=2)}
     if isinstance(run.task.info, TextInfo):
         files[TOKENIZER] = dressed(open_tokenizer_of(run, overrides), run.model)[0].to_str()

@@ -6,6 +6,7 @@ continue from each other's states. In linear mixers a state has a constant size;
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,9 +41,11 @@ class Step(Pixels):
 
     def forward(self, tokens: Tensor, mask: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         held = iter(state)
-        leaves = [next(held) if used else tokens.new_zeros(tokens.shape[0], 0, 0) for used in self.used]
+        empty = tokens.new_zeros(tokens.shape[0], 0, 0)
+        leaves = [next(held) if used else empty for used in self.used]
         logits, new = self.model.step(tokens, tree_unflatten(leaves, self.structure), mask)
-        return logits.float(), *(x for x, used in zip(tree_leaves(new), self.used) if used)
+        kept = itertools.compress(tree_leaves(new), self.used)
+        return logits.float(), *kept
 
 
 class StepProgram(Program):
@@ -57,15 +60,15 @@ class StepProgram(Program):
         """Return the largest difference between logits of two steps of `run`, the loaded program, and of the model."""
         set_form(self.module, "auto")
         tokens, mask, *state = self.example(2, 0)
-        pieces = [(tokens, mask), (self.example(2, 0)[0], torch.ones_like(mask))]
-        if self.longest is not None and 2 * tokens.shape[1] > self.longest:
-            del pieces[1:]
-        found = []
-        for piece in pieces:
-            logits, *state = run(*piece, *state)
-            found.append(logits)
-        ids, masks = (torch.cat(parts, 1) for parts in zip(*pieces))
-        return (torch.cat(found, 1) - self.module.model(ids, masks)).abs()[masks].max().item()
+        logits, *state = run(tokens, mask, *state)
+        if self.longest is None or 2 * tokens.shape[1] <= self.longest:
+            more, _, *_ = self.example(2, 0)
+            valid = torch.ones_like(mask)
+            later, *state = run(more, valid, *state)
+            tokens = torch.cat([tokens, more], 1)
+            mask = torch.cat([mask, valid], 1)
+            logits = torch.cat([logits, later], 1)
+        return (logits - self.module.model(tokens, mask)).abs()[mask].max().item()
 
 
 @torch.no_grad()
@@ -75,19 +78,23 @@ def make_step(run: LoadedRun, overrides: Sequence[str], length: int | None) -> S
     Raises:
         ConfigError: The run has no causal language model, or the model does not take the length.
     """
-    model, task, length = run.model, run.recipe.task.name, length or 1
+    model = run.model
+    task = run.recipe.task.name
+    length = length or 1
     if task != TASK or not model.streams:
         raise ConfigError(f"--step: {run.folder}: only a model of task {TASK!r} continues from a state, not {task!r}")
     longest_input(run, length)
     (tokens, mask), logits = of_causal_text(run)
-    inputs, outputs = [with_length(port, length) for port in (tokens, mask)], [with_length(logits, length)]
+    inputs = [with_length(tokens, length), with_length(mask, length)]
+    outputs = [with_length(logits, length)]
     held, structure = tree_flatten_with_path(model.initial_state(1))
     later = tree_leaves(model.step(torch.zeros(1, length, dtype=torch.long), model.initial_state(1))[1])
     used = [x.numel() > 0 for x in later]
     for (path, before), after in zip(held, later):
         if after.numel():
-            for ports, port in zip((inputs, outputs), ports_of(keystr(path), before, after, length)):
-                ports.append(port)
+            taken, returned = ports_of(keystr(path), before, after, length)
+            inputs.append(taken)
+            outputs.append(returned)
     files = files_of(run, overrides, inputs, outputs, model.longest)
     return StepProgram(Step(model, structure, used).eval(), tuple(inputs), tuple(outputs), model.longest, files)
 
@@ -95,10 +102,11 @@ def make_step(run: LoadedRun, overrides: Sequence[str], length: int | None) -> S
 def ports_of(path: str, before: Tensor, after: Tensor, length: int) -> tuple[Port, Port]:
     """Return the input and the output of a tensor of a state, from its values before and after the first tokens."""
     name = re.sub(r"\W+", "_", path).strip("_")
-    shapes = (
-        (BATCH, *(size if size == other else seen for size, other in zip(before.shape[1:], after.shape[1:])))
-        for seen in (SEEN, f"{SEEN} + {length}")
-    )
+    shape: list[int | str] = [BATCH]
+    grown: list[int | str] = [BATCH]
+    for size, other in zip(before.shape[1:], after.shape[1:]):
+        shape.append(size if size == other else SEEN)
+        grown.append(size if size == other else f"{SEEN} + {length}")
     start = before.flatten()[0].item() if before.numel() else 0.0
-    taken, returned = (Port(name, before.dtype, shape, f"state {name}", start=float(start)) for shape in shapes)
-    return taken, replace(returned, name=f"next_{name}", start=None)
+    taken = Port(name, before.dtype, tuple(shape), f"state {name}", start=float(start))
+    return taken, replace(taken, name=f"next_{name}", shape=tuple(grown), start=None)
