@@ -72,11 +72,6 @@ COMMANDS = {
         "estimate kernels, memory traffic and time on a GPU, without a GPU; --clock: time operators on this GPU",
         "tools.bench.gpu",
     ),
-    "bench sequence": Command(
-        "",
-        "measure memory of rows split over processes, and estimate their exchange on many GPUs",
-        "tools.bench.sequence",
-    ),
     "convert": Command(
         "CHECKPOINT RECIPE OUT",
         "convert a checkpoint of transformers, nanoGPT, DeiT, timm, .. to a run",

@@ -1,8 +1,8 @@
 """Memory and step time of a GPU in a mesh of `data x sequence` GPUs: an estimate by arithmetic, nothing is timed.
 
 Assumptions: products reach `SHARE` of the GPU's rate; everything else of the passes moves each byte of activations
-`CROSSINGS` times; the update reads and writes its state once; gradients and states travel by rings at the rates of
-`tools.bench.sequence`, and hide behind the passes as far as these last.
+`CROSSINGS` times; the update reads and writes its state once; gradients and states travel by rings, at the rate of
+NVLink in a node and of the network beyond, and hide behind the passes as far as these last.
 That is too good for states of delta rules and LightNet, selective scans and all-to-alls, which layers wait for.
 """
 
@@ -17,7 +17,6 @@ from lion.recipe import Recipe
 from lion.runs import build_on_meta, count_parameters
 from lion.tasks import Task
 from lion.trainer.plan import Plan, make_plan
-from tools.bench.sequence import NETWORK, NODE, NVLINK, SHARE, transfer
 from tools.checks import check_sharing
 from tools.gpu.targets import TARGETS
 from tools.meta import Pass, activation_bytes, count_pass
@@ -27,6 +26,10 @@ from tools.tables import digits, table
 # reports/train.md (H100, batch 254, bf16), from which the estimate differs by -2 % for softmax, and by -5, +6 and +4 %
 # for Lion-lit, -D and -S.
 CROSSINGS = 10
+SHARE = 0.4  # share of the tensor cores' rate that products reach, an assumption
+NODE = 8  # GPUs that NVLink connects
+NVLINK, NETWORK = 450e9, 50e9  # bytes/s into one H100: NVLink 4 in one direction, and a 400 Gb/s adapter
+HOP = 10e-6  # seconds of latency of one step of a collective, an assumption
 FLOAT = 4  # bytes of a weight, a gradient or a moment
 GPU = TARGETS["h100"]
 PARALLEL = ("ddp", "fsdp")
@@ -112,6 +115,11 @@ def time_of(recipe: Recipe, plan: Plan, mesh: Mesh, parallel: str, one: Pass, he
         exchange=gradients + passes * states,
         update=(held.gradients + 2 * (held.weights + held.optimizer)) / GPU.bandwidth,  # each read, all else written
     )
+
+
+def transfer(size: float, gpus: int, hops: float) -> float:
+    """Return the seconds in which `size` bytes come into each GPU, after `hops` steps of latency."""
+    return size / (NVLINK if gpus <= NODE else NETWORK) + hops * HOP
 
 
 def rate(recipe: Recipe) -> float:

@@ -30,7 +30,6 @@ COMPILED_FROM = 500  # samples to predict; compilation takes as long as a few hu
 FEW = 10  # classes of `sample` without --classes
 FIGURES = "distance.json"
 GENERATED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
-ROW_LENGTHS = [65_536, 131_072, 262_144, 524_288, 1_048_576]
 
 
 def parser_of(command: str) -> Parser:
@@ -396,18 +395,6 @@ def bench_gpu(argv: list[str]) -> Namespace:
     return args
 
 
-def bench_sequence(argv: list[str]) -> Namespace:
-    parser = parser_of("bench sequence")
-    parser.add_argument("--length", type=count, nargs="+", default=ROW_LENGTHS, help="tokens of a row")
-    parser.add_argument("--processes", type=count, nargs="+", default=[1, 2, 4], help="processes that share a row")
-    parser.add_argument("--mixer", default="lion_s", help="a linear mixer (default: lion_s)")
-    parser.add_argument("--heads", type=count, default=1, help="heads of the measured layer")
-    parser.add_argument("--dim", type=count, default=64, help="dimension of a head")
-    parser.flag("--no-measure", "print the arithmetic alone")
-    add_results(parser)
-    return parser.parse_args(argv)
-
-
 def convert(argv: list[str]) -> Namespace:
     parser = parser_of("convert")
     parser.add_argument("checkpoint", type=Path)
@@ -506,7 +493,6 @@ READERS: dict[str, Callable[[list[str]], Namespace]] = {  # by command
     "bench inference": bench_inference,
     "bench generate": bench_generate,
     "bench gpu": bench_gpu,
-    "bench sequence": bench_sequence,
     "convert": convert,
     "export": export,
     "report": report,

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from lion.layers.layout import Layout
+from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import LINEAR, MIXERS, Mixer, make_mixer, resolve_mixer
 from lion.layers.tpe import TPE
 from lion.ops import Part
+from lion.trainer.diagnostics import tensor_peak
 from tests.ops.helpers import error
 from tests.processes import in_processes
+from tools.meta import Received
 
 from .test_mixers import DIM, make, tokens
 
@@ -121,3 +123,30 @@ def test_every_mixer_is_split_over_processes():
                 else:
                     assert got[0] is not None, (count, name, i)
                     assert not value.any() or error(sum(got), value) < 1e-11, (count, name, i)
+
+
+def memory_and_exchange(group, count: int) -> tuple[int, float]:
+    """Return the largest memory of tensors in a pass of Lion-S, and the bytes received in its forward pass."""
+    part = Part.of(group)
+    mixer = make_mixer("lion_s", 64, 1)
+    received = Received(count)
+
+    def train(length: int) -> None:
+        layout = PLAIN if count == 1 else Layout().split(torch.empty(1, length, 0), part)
+        with received:
+            y = mixer(torch.randn(1, part.size(length), 64), layout)
+        y.sum().backward()
+
+    train(128 * count)  # loads libraries
+    received.bytes = 0
+    peak = tensor_peak(lambda: train(16_384), torch.device("cpu"))
+    return peak, received.bytes
+
+
+def test_the_memory_of_a_part_falls_with_the_number_of_parts():
+    """Check it against one process, and what two processes exchange: S, z and a decay in both directions."""
+    ((one, alone),) = in_processes(1, memory_and_exchange, 1)
+    for two, received in in_processes(2, memory_and_exchange, 2):
+        assert 0.4 < two / one < 0.65
+        assert received == 4 * (2 * 64**2 + 2 * 64 + 1)
+    assert alone == 0

@@ -5,7 +5,6 @@ import pytest
 from lion.runs import build_on_meta, count_parameters
 from lion.trainer.plan import make_plan
 from tests.helpers import here, refuse
-from tools.bench.sequence import Layer
 from tools.compose import describe_data, make_task, resolve
 from tools.mesh import Mesh, largest, memory_of, meshes, on_mesh, time_of
 from tools.meta import Pass, count_pass
@@ -31,7 +30,8 @@ def test_the_exchange_of_states_is_that_of_the_formula(bert):
     recipe, task, _ = bert
     whole = count_pass(task, recipe, 2)
     assert whole == Pass(count_pass(task, recipe, 1).flops * 2, 0, 0)
-    layers, rows, numbers = 2, 2, Layer(2, 16).exchanged()
+    layers, rows, heads, width = 2, 2, 2, 16
+    numbers = heads * (2 * width**2 + 2 * width + 1)  # S, z and a decay, in both directions
     for sharing in (2, 4):
         shared = count_pass(task, recipe, 2, sharing)
         assert shared.received == 2 * layers * rows * 4 * numbers * (sharing - 1)  # forward and backward

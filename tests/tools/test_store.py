@@ -13,7 +13,6 @@ from tools.bench.generate import GenerateReport
 from tools.bench.gpu import GpuReport
 from tools.bench.inference import InferenceReport
 from tools.bench.ops_report import OpsReport
-from tools.bench.sequence import SequenceReport
 from tools.bench.train import TrainReport
 from tools.store import Store, widen
 
@@ -92,7 +91,7 @@ def test_tables_beside_the_rows(tmp_path):
 def test_the_reports_of_this_repository_are_made_from_their_rows():
     folder = ROOT / "reports"
     assert len(Store(folder / "vision.json", rows=("model", "seed")).load().rows) > 10
-    for kind in (OpsReport, TrainReport, InferenceReport, GenerateReport, GpuReport, ClockReport, SequenceReport):
+    for kind in (OpsReport, TrainReport, InferenceReport, GenerateReport, GpuReport, ClockReport):
         report = kind(folder).load()
         assert report.rows
         assert report.path.with_suffix(".md").read_text() == report.markdown(), report.name
