@@ -48,9 +48,15 @@ CPU = "For two CPU cores, minutes to hours; no result of a paper"
 
 def recipe_files() -> dict[str, Path]:
     """Return the file of each of our recipes, by its bare name."""
+    return recipes_in(RECIPES)
+
+
+@functools.cache
+def recipes_in(folder: Path) -> dict[str, Path]:
+    """Return the recipes below a folder by bare name, without those of `base`."""
     found = {}
-    for path in RECIPES.rglob("*.yaml"):
-        if path.parent != RECIPES / "base":
+    for path in folder.rglob("*.yaml"):
+        if path.parent != folder / "base":
             found[path.stem] = path
     return dict(sorted(found.items()))
 

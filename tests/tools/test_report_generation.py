@@ -14,7 +14,6 @@ from tools.report.runs import group
 from tools.report.tables import comparisons
 
 pytest.importorskip("sklearn")
-ABOUT = claims_about("diffusion")
 KINDS = {"patch_2": {"patch_size": 2}, "patch_4": {"patch_size": 4}, "bare": {"patch_size": 2, "tpe": 0}}
 
 
@@ -84,7 +83,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path):
     groups = grouped(runs)
     assert list(groups) == ["lightnet patch 2", "lightnet patch 4", "lightnet without TPE patch 2"]
     assert [row[2] for row in distance_table(groups)[1][:3]] == ["3.10 ± 0.14", "5.15 ± 0.21", "2.05 ± 0.07"]
-    second, first = comparisons(groups, ABOUT, frechet)
+    second, first = comparisons(groups, claims_about("diffusion"), frechet)
     assert first.pair == ("lightnet patch 2", "lightnet patch 4")
     assert first.unit == second.unit == "FD-own"
     assert first.found.mean == pytest.approx(2.05)
