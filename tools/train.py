@@ -88,7 +88,8 @@ def main(argv: list[str]) -> int:
     args = options.train(argv)
     if args.eager:
         args.overrides.append("trainer.compile=false")
-    launched, first = "RANK" in os.environ, from_launcher("RANK", 0) == 0
+    launched = "RANK" in os.environ
+    first = from_launcher("RANK", 0) == 0
     if args.fresh and (args.restarts or from_launcher("TORCHELASTIC_MAX_RESTARTS", 0)):
         raise ConfigError("--fresh: every restart would start anew, give the run another name with run.name=NAME")
     if launched:
@@ -118,17 +119,23 @@ def main(argv: list[str]) -> int:
             dist.destroy_process_group()
         return 0
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
-        flags = [flag for flag, given in (("--fresh", args.fresh), ("--no-eval", args.no_eval)) if given]
-        arguments = [args.recipe, *args.overrides, *flags, "--form", args.form]
+        arguments = [args.recipe, *args.overrides, "--form", args.form]
+        if args.fresh:
+            arguments.append("--fresh")
+        if args.no_eval:
+            arguments.append("--no-eval")
         return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), arguments)
     form = None if args.no_eval else args.form
-    made_by = command_of(args.recipe, args.overrides, recipe, None if args.fresh else recipe.folder)
+    begun = None if args.fresh else recipe.folder
+    made_by = command_of(args.recipe, args.overrides, recipe, begun)
     return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
 
 
 def seed_of(rank: int, seed: int) -> int:
     """Return the seed of a process; the first has that of the run, and no process that of another run."""
-    return seed if rank == 0 else derive(seed, "training", rank)
+    if rank == 0:
+        return seed
+    return derive(seed, "training", rank)
 
 
 def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | None) -> str:
@@ -142,14 +149,21 @@ def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | No
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
     file = Path(path)
-    name = f"{file.parent.name}/{RECIPE}" if file.name == RECIPE else file.stem
-    return shlex.join(["./run.sh", name, *(without_folders(item, recipe) for item in overrides)])
+    name = file.stem
+    if file.name == RECIPE:
+        name = f"{file.parent.name}/{RECIPE}"
+    words = ["./run.sh", name]
+    for item in overrides:
+        words.append(without_folders(item, recipe))
+    return shlex.join(words)
 
 
 def without_folders(item: str, recipe: Recipe) -> str:
     """Remove folders of this machine from an override: `data.path=FOLDER/book.txt` becomes `data.path=book.txt`."""
     key, _, value = item.partition("=")
-    return f"{key}={Path(value).name}" if key in free_keys(recipe) and "/" in value else item
+    if key not in free_keys(recipe) or "/" not in value:
+        return item
+    return f"{key}={Path(value).name}"
 
 
 def train_here(
@@ -260,7 +274,8 @@ def train(
         matmul=recipe.trainer.matmul,
         sequence=recipe.trainer.sharing(world),
     )
-    if isinstance(teacher := getattr(task, "teacher", None), nn.Module):
+    teacher = getattr(task, "teacher", None)
+    if isinstance(teacher, nn.Module):
         teacher.to(runtime.device)
 
     def claim() -> IO[str] | None:
@@ -282,11 +297,14 @@ def train(
             f"{recipe.trainer.batches()} = {runtime.batch_world} x {plan.accumulation} x {plan.micro}, "
             f"{plan.steps_per_epoch} steps an epoch, {describe_warmup(plan)}"
         )
-        if chosen := source.chosen():
+        chosen = source.chosen()
+        if chosen:
             print(chosen)
-        if classes := getattr(splits.info, "classes", ()):
+        classes = getattr(splits.info, "classes", ())
+        if classes:
             print(describe_classes(classes))
-        if hint := slow_precision(recipe.trainer.precision, runtime.device):
+        hint = slow_precision(recipe.trainer.precision, runtime.device)
+        if hint:
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
     workers = loader_workers(recipe) if own_splits is None else 0
@@ -304,7 +322,8 @@ def train(
             for doubt in doubts(recipe, plan):
                 say(f"warning: {doubt}")
 
-    complete, place = trainer.fit(describe), trainer.state.progress_text()
+    complete = trainer.fit(describe)
+    place = trainer.state.progress_text()
     if not complete and runtime.main:
         print(f"stopped at {place}; the same command resumes from there")
     del trainer, model
@@ -347,10 +366,12 @@ def prepare(
     """
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
     source = open_data(recipe, begun) if splits is None else OwnData(splits)
-    if needs_preparing(source) and (known := source.published()) is not None:
-        info, samples = known  # may be an estimate: whether a batch can be filled is checked after preparation
-        samples = max(samples, recipe.trainer.batch_size)
-        check_settings(recipe, info, samples, world, room=first)  # before hours of preparation
+    if needs_preparing(source):
+        known = source.published()
+        if known is not None:
+            info, samples = known  # may be an estimate: whether a batch can be filled is checked after preparation
+            samples = max(samples, recipe.trainer.batch_size)
+            check_settings(recipe, info, samples, world, room=first)  # before hours of preparation
     if splits is None:
         splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first, model=model)
@@ -367,10 +388,12 @@ def prepare(
 
 def describe_classes(classes: Sequence[str] | int) -> str:
     """Return the number of classes and the first names, as text for the beginning of a run."""
-    names = [] if isinstance(classes, int) else list(classes)
-    count = classes if isinstance(classes, int) else len(names)
-    more = ", .." if len(names) > SHOWN else ""
-    return f"{count:,} classes{': ' if names else ''}{', '.join(names[:SHOWN])}{more}"
+    if isinstance(classes, int):
+        return f"{classes:,} classes"
+    text = f"{len(classes):,} classes: {', '.join(classes[:SHOWN])}"
+    if len(classes) > SHOWN:
+        text += ", .."
+    return text
 
 
 def processes_text(recipe: Recipe, world: int) -> str:
@@ -378,7 +401,9 @@ def processes_text(recipe: Recipe, world: int) -> str:
     if world == 1:
         return ""
     count = recipe.trainer.sharing(world)
-    return f" x {world} ({recipe.trainer.parallel}{f', {count} for each row' if count > 1 else ''})"
+    if count == 1:
+        return f" x {world} ({recipe.trainer.parallel})"
+    return f" x {world} ({recipe.trainer.parallel}, {count} for each row)"
 
 
 def set_aside(folder: Path) -> None:
@@ -414,11 +439,12 @@ def check_same_recipe(recipe: Recipe) -> None:
         return
     other = differences(stored_recipe(folder), recipe)
     if other:
-        lengths = any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in other)
-        why = " (the learning rate of every step depends on the length, so the steps taken so far cannot be reused)"
+        why = ""
+        if any(line.startswith(("trainer.steps:", "trainer.epochs:", "trainer.time:")) for line in other):
+            why = " (the learning rate of every step depends on the length, so the steps taken so far cannot be reused)"
         raise ConfigError(
-            f"{folder} holds a run of another recipe, differing in {'; '.join(other)}{why * lengths}. "
-            f"Give this run another name with run.name=NAME, or start anew with --fresh"
+            f"{folder} holds a run of another recipe, differing in {'; '.join(other)}{why}. Give this run another name "
+            "with run.name=NAME, or start anew with --fresh"
         )
 
 
@@ -451,7 +477,7 @@ def start_folder(folder: Path) -> None:
 
 def describe_folder(recipe: Recipe, made_by: str, device: torch.device) -> None:
     save_text(recipe.folder / RECIPE, dump_recipe(recipe))
-    save_json(recipe.folder / ENVIRONMENT, {**environment(device), "command": made_by})
+    save_json(recipe.folder / ENVIRONMENT, environment(device) | {"command": made_by})
 
 
 def summarise(folder: Path, form: str, runtime: Runtime) -> None:
@@ -464,11 +490,14 @@ def summarise(folder: Path, form: str, runtime: Runtime) -> None:
 def write_summary(folder: Path, results: list[dict[str, Any]]) -> None:
     """Write the results of a run in all forms as `summary.json`, and for TensorBoard."""
     first = results[0]
-    forms = {}
+    forms: dict[str, dict[str, Any]] = {}
     for result in results:
-        name = result["form"] if result["form"] not in forms else f"{result['form']}_{result['chunk_size']}"
-        forms[name] = {k: v for k, v in result.items() if k not in ("form", *SHARED)}
-    save_json(folder / SUMMARY, {**{k: first[k] for k in ("value", *SHARED)}, "forms": forms})
+        name = result["form"]
+        if name in forms:
+            name = f"{name}_{result['chunk_size']}"
+        forms[name] = {key: value for key, value in result.items() if key not in ("form", *SHARED)}
+    summary = {key: first[key] for key in ("value", *SHARED)}
+    save_json(folder / SUMMARY, summary | {"forms": forms})
     settings = {}
     for key, value in flatten(to_dict(load_recipe(folder / RECIPE))).items():
         if not key.startswith(("about.", "run.")):
@@ -477,9 +506,10 @@ def write_summary(folder: Path, results: list[dict[str, Any]]) -> None:
 
 
 def print_summary(recipe: Recipe) -> None:
-    folder, metric = recipe.folder, metric_of(recipe)
+    folder = recipe.folder
+    metric = metric_of(recipe)
     summary = json.loads((folder / SUMMARY).read_text())
-    rows = [{**r, "form": name.split("_")[0]} for name, r in summary["forms"].items()]
+    rows = [row | {"form": name.split("_")[0]} for name, row in summary["forms"].items()]
     print(f"\n{evaluate.as_table(rows, metric)}\n")
     value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"
     print(f"{value} (best on val at step {summary['best_step']})")

@@ -83,21 +83,28 @@ class Operator:
             given = arguments_of(layer, layer.operands(x, q, k, v, Layout()))
             if featurized:
                 phi = given.pop("feature_map")
-                given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
+                given["q"] = apply_feature_map(phi, given["q"])
+                given["k"] = apply_feature_map(phi, given["k"])
             if self.one_scan or self.of_keys:
-                given |= dict(q=apply_feature_map(layer.config.feature_map, q), k=k)
-                given = {name: value for name, value in given.items() if name not in ("log_decay", "prefix")}
+                given["q"] = apply_feature_map(layer.config.feature_map, q)
+                given["k"] = k
+                given.pop("log_decay", None)
+                given.pop("prefix", None)
             if self.scans != ROW_MAJOR:
                 layout = grid(length, self.scans)
                 given["orders"] = layout.orders.to(device)
-                given |= {f"{SCAN}{i}": decay(x, k, layout).log_decay for i, decay in enumerate(layer.decays)}
                 del given["log_decay"]
-        tensors = {
-            name: t.detach().clone(memory_format=torch.contiguous_format).requires_grad_(t.requires_grad)
-            for name, t in given.items()
-            if isinstance(t, Tensor) and t.is_floating_point()
-        }
-        return tensors, {name: value for name, value in given.items() if name not in tensors}
+                for place, decay in enumerate(layer.decays):
+                    given[f"{SCAN}{place}"] = decay(x, k, layout).log_decay
+        tensors: dict[str, Tensor] = {}
+        fixed: dict[str, Any] = {}
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                leaf = value.detach().clone(memory_format=torch.contiguous_format)
+                tensors[name] = leaf.requires_grad_(value.requires_grad)
+            else:
+                fixed[name] = value
+        return tensors, fixed
 
     def run(
         self, tensors: dict[str, Tensor], fixed: dict[str, Any], form: str, chunk_size: int, kernels: str = "auto"
@@ -118,17 +125,26 @@ class Operator:
             given = self.gated(tensors, fixed)
             given.pop("prefix", None)  # used only for gradients
             phi = given.pop("feature_map", None)
-            given |= {name: apply_feature_map(phi, given[name]) for name in "qk"}
+            given["q"] = apply_feature_map(phi, given["q"])
+            given["k"] = apply_feature_map(phi, given["k"])
             return reference_attention(**given, direction=self.direction)
         q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        q, k = (apply_feature_map(fixed["feature_map"], x) for x in (q, k))
-        sums = 0  # sums over scans of the numerators and, from the column of ones, the row sums
+        q = apply_feature_map(fixed["feature_map"], q)
+        k = apply_feature_map(fixed["feature_map"], k)
+        values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        sums = torch.zeros_like(values)  # over scans, of the numerators and, from the column of ones, the row sums
         for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
-            values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-            moved = (x[:, :, order] for x in (q, k, values))
-            a = log_decay if log_decay.dim() < 3 else log_decay[:, :, order]
-            settings = dict(decay_convention=fixed["decay_convention"], normalize="none", scale=1.0)
-            sums = sums + reference_attention(*moved, a, direction=self.direction, **settings)[:, :, order.argsort()]
+            found = reference_attention(
+                q[:, :, order],
+                k[:, :, order],
+                values[:, :, order],
+                log_decay if log_decay.dim() < 3 else log_decay[:, :, order],
+                direction=self.direction,
+                decay_convention=fixed["decay_convention"],
+                normalize="none",
+                scale=1.0,
+            )
+            sums = sums + found[:, :, order.argsort()]
         return sums[..., :-1] / sums[..., -1:]
 
     def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
@@ -141,17 +157,20 @@ class Operator:
 
     def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
         """Return q, k, v, one decay for each scan, and the settings."""
-        log_decays = [t for name, t in tensors.items() if name.startswith(SCAN)]
+        log_decays = [value for name, value in tensors.items() if name.startswith(SCAN)]
         names = ("orders", "normalize", "decay_convention", "scale", "feature_map")
         settings = {name: fixed.get(name) for name in names}
-        return *(tensors[name] for name in "qkv"), log_decays, settings
+        return tensors["q"], tensors["k"], tensors["v"], log_decays, settings
 
     def kind(self, tensors: dict[str, Tensor]) -> str:
         """Return the kind of the operator: "one_scan", "delta", "decay", or "plain" (no decay)."""
         if self.one_scan:
             return "one_scan"
-        decays = self.of_keys or any(name.startswith("log_decay") for name in tensors)
-        return "delta" if {"beta", "erase", "read"} & {*tensors} else "decay" if decays else "plain"
+        if "beta" in tensors or "erase" in tensors or "read" in tensors:
+            return "delta"
+        if self.of_keys or any(name.startswith("log_decay") for name in tensors):
+            return "decay"
+        return "plain"
 
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether a decay has one lambda for each key dimension."""
@@ -192,8 +211,7 @@ def grid(length: int, scans: tuple[str, ...]) -> Layout:
     return grid_layout(height, (length - special) // height, scans, special)
 
 
-OPERATORS = {
-    **{name: Operator(name) for name in LINEAR},
+OPERATORS = {name: Operator(name) for name in LINEAR} | {
     "lion_s_multiscan": Operator("lion_s", scans=("row_snake", "column_snake")),  # 2 orders x 2 directions: 4 scans
     "gla_forward": Operator("gla", "forward"),
     "lightnet_forward": Operator("lightnet", "forward"),

@@ -15,6 +15,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.files import digest
 from lion.trainer.checkpoint_files import load_state
+from tools.processes import first_line
 
 CONFIG = "config.json"
 FOLDER = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -40,7 +41,10 @@ class CheckpointContents(NamedTuple):
         """Folder with the files of transformers, or None for other checkpoints."""
         if "model_type" not in self.said:
             return None
-        return (self.path if self.path.is_dir() else self.path.parent).resolve()
+        folder = self.path
+        if not folder.is_dir():
+            folder = folder.parent
+        return folder.resolve()
 
 
 def read_checkpoint(path: Path, ema: bool) -> CheckpointContents:
@@ -51,22 +55,30 @@ def read_checkpoint(path: Path, ema: bool) -> CheckpointContents:
     """
     file = path
     if path.is_dir():
-        file = next((path / name for name in FOLDER if (path / name).is_file()), None)
-        if file is None:
+        there = [path / name for name in FOLDER if (path / name).is_file()]
+        if not there:
             raise ConfigError(f"{path}: no checkpoint in this folder, expected {FOLDER[0]} or {FOLDER[2]}")
-    theirs = file.name in FOLDER
+        file = there[0]
+    files = [file]
     if file.name.endswith(".index.json"):
         files = shards(file)
-        weights = {name: value for shard in files for name, value in read_file(shard).items()}
-    else:
-        files, weights = [file], read_file(file)
-    said = read_json(file.with_name(CONFIG)) if theirs and (path.is_dir() or file.with_name(CONFIG).exists()) else {}
-    if not theirs:
+    weights: dict[str, Any] = {}
+    for each in files:
+        weights |= read_file(each)
+    said: dict[str, Any] = {}
+    if file.name not in FOLDER:
         weights, said = inside(path, weights, ema)
     elif ema:
         raise ConfigError(f"{path}: --ema: a checkpoint of transformers holds no averaged weights")
-    plain = (re.sub(r"^(module\.)+", "", str(name).replace("_orig_mod.", "")) for name in weights)  # DDP, torch.compile
-    return CheckpointContents(path, dict(zip(plain, weights.values())), said, {f.name: digest(f) for f in files})
+    elif path.is_dir() or file.with_name(CONFIG).exists():
+        said = read_json(file.with_name(CONFIG))
+    plain = {plain_name(str(name)): value for name, value in weights.items()}
+    return CheckpointContents(path, plain, said, {each.name: digest(each) for each in files})
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a weight without the prefixes of DDP and torch.compile."""
+    return re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", ""))
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -85,7 +97,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load(path)
     except Exception as error:  # errors of safetensors have no common type
-        raise ConfigError(f"{path}: not a readable safetensors file ({(str(error).splitlines() or [''])[0]})") from None
+        raise ConfigError(f"{path}: not a readable safetensors file ({first_line(error)})") from None
 
 
 def safetensors(path: Path) -> Any:
@@ -100,10 +112,14 @@ def safetensors(path: Path) -> Any:
 def shards(index: Path) -> list[Path]:
     """Return the files of weights that an index lists."""
     held = read_json(index).get("weight_map")
-    names = held.values() if isinstance(held, dict) else ()
-    if not names or not all(isinstance(n, str) and n.isprintable() and Path(n).name for n in names):
+    names = list(held.values()) if isinstance(held, dict) else []
+    if not names or not all(map(is_file_name, names)):
         raise ConfigError(f"{index}: not an index of weights, it has no 'weight_map' with names of files")
     return [index.with_name(Path(name).name) for name in sorted(set(names))]
+
+
+def is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name.isprintable() and Path(name).name != ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -120,15 +136,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the weights and the stored arguments of a training state, or of a file that holds only weights."""
-    held = held["state"] if isinstance(held.get("state"), dict) else held  # Composer
+    if isinstance(held.get("state"), dict):  # Composer
+        held = held["state"]
     keys = ("model_ema", "state_dict_ema") if ema else ("model", "state_dict")
-    weights = next((held[key] for key in keys if isinstance(held.get(key), dict)), None if ema else held)
-    if weights is None:
+    found = [held[key] for key in keys if isinstance(held.get(key), dict)]
+    if not found and ema:
         raise ConfigError(f"{path}: the file holds no {keys[0]!r}, leave out --ema")
+    weights = found[0] if found else held
     if isinstance(held.get("args"), argparse.Namespace):
         return weights, vars(held["args"])
     said = held.get("model_args")  # nanoGPT
-    return weights, said if isinstance(said, dict) else {}
+    if not isinstance(said, dict):
+        said = {}
+    return weights, said
 
 
 def check_sums(path: Path) -> None:

@@ -59,7 +59,8 @@ class ViTConverter(Converter):
     of_own = ("model.mlp", "model.norm_eps", *(f"model.attention.{name}" for name in ATTENTION))  # of `lion.timm`
 
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
-        theirs, ours = held.weights, {}
+        theirs = held.weights
+        ours: dict[str, Tensor] = {}
         for name, axes in NEEDED.items():
             if name == OPTIONAL and name not in theirs:
                 continue
@@ -67,11 +68,13 @@ class ViTConverter(Converter):
                 whose = "a classifier of LION, DeiT, timm's ViT or lion.timm"
                 raise ConfigError(f"{held.path}: no {name} with {axes} axes: not {whose}")
         for name, value in theirs.items():
-            matches = ((re.fullmatch(pattern, name), our, sign) for pattern, our, sign in NAMES)
-            match, our, sign = next((m for m in matches if m[0]), (None, "", 1))
-            if match is None:
+            for pattern, our, sign in NAMES:
+                match = re.fullmatch(pattern, name)
+                if match:
+                    ours[match.expand(our)] = sign * checked(name, value, held.path)
+                    break
+            else:
                 raise no_place(name, held.path)
-            ours[match.expand(our)] = sign * checked(name, value, held.path)
         return ours
 
     def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
@@ -88,11 +91,15 @@ class ViTConverter(Converter):
         self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo
     ) -> Iterator[Setting]:
         theirs = held.weights
-        c, patch = recipe.model.resolved(), theirs["patch_embed.proj.weight"]
-        a, a2 = ([n for n in theirs if n.startswith(f"blocks.0.attn.{name}")] for name in ("a_i", "a2_i"))
-        cls, own = OPTIONAL in theirs, is_own(held)
+        c = recipe.model.resolved()
+        patch = theirs["patch_embed.proj.weight"]
+        a = [name for name in theirs if name.startswith("blocks.0.attn.a_i")]
+        a2 = [name for name in theirs if name.startswith("blocks.0.attn.a2_i")]
+        cls = OPTIONAL in theirs
+        own = is_own(held)
         if a:
-            yield Setting("model.mixer", "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s", c.mixer, a[0])
+            mixer = "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s"
+            yield Setting("model.mixer", mixer, c.mixer, a[0])
         elif not own and c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
             yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
         if not own:
@@ -108,35 +115,44 @@ class ViTConverter(Converter):
         last = max(blocks, key=blocks.get)
         yield Setting("model.depth", blocks[last] + 1, c.depth, last)
         if "pos_embed" in theirs:
-            places, grid = theirs["pos_embed"].numel() // c.dim - cls, [s // p for s, p in zip(info.size, c.patch_size)]
+            places = theirs["pos_embed"].numel() // c.dim - cls
+            (height, width), (rows, columns) = info.size, c.patch_size
             side = math.isqrt(max(places, 0))
-            if side * side == places != math.prod(grid):
-                yield Setting("data.image_size", tuple(side * p for p in c.patch_size), info.size, "pos_embed")
+            if side * side == places != (height // rows) * (width // columns):
+                yield Setting("data.image_size", (side * rows, side * columns), info.size, "pos_embed")
         yield from self.arguments(held.said, recipe)
 
     def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
         """Yield the settings shown by the arguments of the training, which some checkpoints store with the weights."""
-        c, name, mask = recipe.model.resolved(), str(said.get("model")), str(said.get("mask_type"))
+        c = recipe.model.resolved()
+        name = str(said.get("model"))
+        mask = str(said.get("mask_type"))
         if mask in MASKS:
-            yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")
             cls = bool(said.get("cls_tok"))
-            yield Setting("model.readout", "cls" if cls else "mean", c.readout, f"its args have cls_tok {cls}")
+            readout = "cls" if cls else "mean"
+            yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")
+            yield Setting("model.readout", readout, c.readout, f"its args have cls_tok {cls}")
         elif name.startswith("deit_"):
             yield Setting("model.mixer", SOFTMAX, c.mixer, f"its args have model {name}")
             yield Setting("model.readout", "cls", c.readout, f"its args have model {name}")
-        if size := re.match(rf"(?:deit|lion)_({'|'.join(HEADS)})_", name):
+        size = re.match(rf"(?:deit|lion)_({'|'.join(HEADS)})_", name)
+        if size:
             yield Setting("model.num_heads", HEADS[size[1]], c.num_heads, f"its args have model {name}")
 
     def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
         recipe.model.position_embedding = "position" in ours
         classes = len(ours["head.weight"])
-        return info if classes == len(info.classes) else dataclasses.replace(info, classes=numbered(classes))
+        if classes == len(info.classes):
+            return info
+        return dataclasses.replace(info, classes=numbered(classes))
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
-        embedding = f"{'with' if c.position_embedding else 'without'} position embedding"
-        preset = f", preset {c.preset}" if c.mixer in c.released else ""
-        return f"{len(info.classes)} classes, {embedding}, {c.num_heads} heads, readout {c.readout}{preset}"
+        embedding = "with" if c.position_embedding else "without"
+        text = f"{len(info.classes)} classes, {embedding} position embedding, {c.num_heads} heads, readout {c.readout}"
+        if c.mixer in c.released:
+            text += f", preset {c.preset}"
+        return text
 
 
 def is_own(held: CheckpointContents) -> bool:
