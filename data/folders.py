@@ -22,7 +22,8 @@ PLACED = {  # by name, how to get the files
     ),
 }
 
-HOW_TO_GET = "set data.root=PATH, now {root}, or $LION_DATA; data.download=true downloads it"
+HOW_TO_SET = "set data.root=PATH, now {root}, or $LION_DATA"
+HOW_TO_GET = f"{HOW_TO_SET}; data.download=true downloads it"
 DOWNLOADED = {  # by name, the folder below the root that torchvision reads
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",

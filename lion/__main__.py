@@ -28,15 +28,15 @@ def main() -> NoReturn:
         )
         sys.exit(2)
     try:
-        current = os.getcwd()
+        os.getcwd()
     except FileNotFoundError:
         sys.stderr.write("error: the current folder has been deleted, change to another one\n")
         sys.exit(2)
     env = SETTINGS | os.environ
-    folder = str(clone_folder())
-    if folder != current:  # safe: `tools` and `data` of the current folder come last, also in child processes
-        others = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
-        env |= {"PYTHONPATH": os.pathsep.join([folder, *others, current]), "PYTHONSAFEPATH": "1"}
+    path = str(clone_folder())
+    if env.get("PYTHONPATH"):
+        path += os.pathsep + env["PYTHONPATH"]
+    env |= {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}  # `run_command` appends the current folder, after all others
     os.execve(sys.executable, [sys.executable, "-m", "tools", *sys.argv[1:]], env)
 
 

@@ -127,8 +127,10 @@ def load_recipe(
     if isinstance(values["run"], dict) and values["run"].get("name") is None:
         values["run"]["name"] = path.stem
     for name in ("task", "model", "data"):
-        if not isinstance(values.get(name), dict):
+        if name not in values:
             raise ConfigError(f"{source(name)}: missing section '{name}'")
+        if not isinstance(values[name], dict):
+            raise ConfigError(f"{source(name)}: {name}: expected a section with settings, got {values[name]!r}")
     task_name = values["task"].get("name")
     if task_name not in list(TASKS):
         raise ConfigError(f"{source('task.name')}: task.name: unknown task {task_name!r}, {nearest(task_name, TASKS)}")

@@ -113,7 +113,7 @@ def test_files_that_are_not_recipes(text, message, tmp_path, capsys):
         ("task.temperature=2", "task.temperature: has no effect without a teacher, which task.teacher names"),
         ("task={teacher: a, temperature: 2}", "task.temperature: has no effect with distillation 'hard', only with"),
         ("trainer.ema=1", "trainer.ema: expected less than 1"),
-        ("model=3", "missing section 'model'"),
+        ("model=3", "override: model: expected a section with settings, got '3'"),
         ("a" + ".a" * 5000 + "=1", "a.a...': expected section.key=value, at most 20 names deep"),
     ],
 )

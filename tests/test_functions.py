@@ -63,7 +63,7 @@ def test_public_names_are_the_names_of_the_module():
     assert dir(lion) == sorted(lion.__all__)
 
 
-def test_a_recipe_on_data_of_the_caller(capsys):
+def test_a_recipe_on_data_of_the_caller(capsys, caplog):
     """Check a run from the first step to its summary; the same call trains no further, another one is refused."""
     splits = own_splits()
     model = {"dim": 16, "depth": 1, "num_heads": 2, "mixer": "lion_d", "patch_size": 4}
@@ -75,10 +75,54 @@ def test_a_recipe_on_data_of_the_caller(capsys):
     capsys.readouterr()
     again = lion.train("quickstart", splits=splits, model=model, trainer=SHORT)
     assert again.checkpoint["step"] == run.checkpoint["step"] == 3
+    assert "the run is complete, at step 3: nothing to train" in caplog.text
+    with pytest.raises(ConfigError, match="the training samples have changed since step 3"):
+        lion.train("quickstart", splits=splits._replace(train=splits.train[:16]), model=model, trainer=SHORT)
     with pytest.raises(ConfigError, match=r"holds a run of another recipe, differing in model\.depth: 1 -> 2"):
         lion.train("quickstart", splits=splits, model={**model, "depth": 2}, trainer=SHORT)
     lion.train("quickstart", splits=splits, model={**model, "depth": 2}, trainer=SHORT, fresh=True)
     assert "the earlier run is kept as" in capsys.readouterr().out
+
+
+def tuples(samples) -> list:
+    return [(sample["image"], sample["label"]) for sample in samples]
+
+
+def renamed(samples) -> list:
+    return [{"img": sample["image"], "label": sample["label"]} for sample in samples]
+
+
+def relabelled(samples) -> list:
+    return [sample | {"label": 7} for sample in samples]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tuples, r"splits\.train: the loss of its first samples cannot be computed \(TypeError.*image, label"),
+        (
+            renamed,
+            r"splits\.train: .* \(KeyError: 'image'\); task 'image_classification' reads batches of image, label",
+        ),
+        (relabelled, r"splits\.train: .*Target 7 is out of bounds"),
+    ],
+)
+def test_data_that_the_task_cannot_read_are_refused(change, message, tmp_path):
+    splits = own_splits()
+    with pytest.raises(ConfigError, match=message):
+        lion.train("quickstart", splits=splits._replace(train=change(splits.train)), trainer=SHORT)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_no_data_and_no_model_is_refused():
+    splits = own_splits()
+    for settings, message in (
+        ({"splits": {"train": []}}, "splits: expected a lion.samples.base.Splits, got dict"),
+        ({"splits": splits._replace(val=[])}, "splits.val: no samples"),
+        ({"splits": splits, "model": nn.Linear(3, 3)}, "model: expected a lion.models.base.Model, got Linear"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            lion.train("quickstart", trainer=SHORT, **settings)
 
 
 def test_a_model_and_a_recipe_of_the_caller():

@@ -202,6 +202,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
         argv.remove("--debug")
     secure_streams()
     allow_files()
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: modules that a recipe imports, and none in the place of a library
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lion").setLevel(logging.INFO)
     warnings.showwarning = show_warning

@@ -99,11 +99,13 @@ def drawn(count: int, most: int, seed: int) -> list[int]:
 
 
 def images_of_path(path: Path, most: int, batch: int, seed: int, channels: int) -> Pictures:
-    """Return the images of a folder, or the images or features of an array file.
+    """Return the images of a folder (also of one that `--keep` wrote), or the images or features of an array file.
 
     Raises:
         ConfigError: The path is neither a folder with images nor such a file.
     """
+    if (path / MANIFEST).is_file():
+        return images_of_samples(path, most, batch, seed)
     if path.is_dir():
         return images_of_folder(path, most, batch, seed, channels)
     if path.suffix == ".npz" and path.is_file():
@@ -141,6 +143,17 @@ def converted(picture: Image.Image, mode: str) -> Image.Image:
     return picture if picture.mode == mode else picture.convert(mode)
 
 
+def images_of_samples(path: Path, most: int, batch: int, seed: int) -> Pictures:
+    """Return the generated samples of a folder that `SampleCache` wrote."""
+    files = sorted(path.glob("*.npy"))
+    try:
+        arrays = [np.load(file, allow_pickle=False) for file in files]
+        found = np.concatenate(arrays)
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(f"{path}: not a folder of samples ({error})") from None
+    return images_in(found, path.name, most, batch, seed)
+
+
 def images_of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
     """Return the first array of a file that holds images or features.
 
@@ -155,9 +168,18 @@ def images_of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
         raise ConfigError(f"{path}: holds neither uint8 images (N, channels, height, width) nor features (N, D)")
     if found.ndim == 4 and found.shape[1] not in CHANNELS:
         found = found.transpose(0, 3, 1, 2)
-    order = drawn(len(found), most, seed)
-    pieces = (torch.from_numpy(found[order[start : start + batch]]) for start in range(0, len(order), batch))
-    return Pictures(path.stem, len(order), found.shape[1:], pieces)
+    return images_in(found, path.stem, most, batch, seed)
+
+
+def images_in(array: np.ndarray, name: str, most: int, batch: int, seed: int) -> Pictures:
+    """Return the images or features of an array, `most` of them at random."""
+    order = drawn(len(array), most, seed)
+
+    def read() -> Iterator[Tensor]:
+        for start in range(0, len(order), batch):
+            yield torch.from_numpy(array[order[start : start + batch]])
+
+    return Pictures(name, len(order), array.shape[1:], read())
 
 
 def fits(array: np.ndarray) -> bool:

@@ -15,10 +15,15 @@ from tools.labels import check_labels, check_pixels
 def main(argv: list[str]) -> int:
     args = options.prepare(argv)
     source = open_data(resolve(args.recipe, args.overrides))
-    if args.check_labels and (known := source.published()) is not None:
-        check_pixels(known[0])
+    if args.check_labels:
+        known = source.published()
+        if known is not None:
+            info, _ = known
+            check_pixels(info)
     source.prepare()
     print(source.check())
+    splits = source.build()  # refuses what training would refuse
+    print(f"{len(splits.train):,} samples for training, {len(splits.val):,} for validation")
     if args.check_labels:
-        print(check_labels(source.build(), args.check_labels))
+        print(check_labels(splits, args.check_labels))
     return 0

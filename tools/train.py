@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +44,7 @@ from lion.samples.seeds import derive
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
+from lion.trainer.loader import eval_batches
 from lion.trainer.log import write_results
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan
@@ -53,6 +55,8 @@ from lion.trainer.runtime import (
     from_launcher,
     gathered,
     join_processes,
+    random_state,
+    restore_random_state,
     seed_everything,
     slow_precision,
     start_runtime,
@@ -79,6 +83,7 @@ from tools.compose import (
 )
 from tools.launch import Machines, launch
 from tools.listing import recipe_path
+from tools.processes import first_line
 
 SHOWN = 8  # names of classes in the first lines of a run
 SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a run share
@@ -176,16 +181,77 @@ def train_here(
     overrides: dict[str, Any],
 ) -> LoadedRun:
     """Train a recipe for `lion.train`, which describes the arguments."""
+    if splits is not None and not isinstance(splits, Splits):
+        raise ConfigError(f"splits: expected a lion.samples.base.Splits, got {type(splits).__name__}")
+    if model is not None and not isinstance(model, Model):
+        raise ConfigError(f"model: expected a lion.models.base.Model, got {type(model).__name__}")
     recipe = recipe_of(recipe, overrides, own_data=splits is not None)
     if recipe.trainer.device != "auto":
         check_device(recipe.trainer.device, 1)
     check_unlocked(recipe.folder)
     if not fresh:
         check_same_recipe(recipe)
-    code = train(recipe, 1, fresh=fresh, form=form, first=True, made_by="lion.train", splits=splits, model=model)
+    if splits is not None:
+        splits = with_fingerprint(splits)
+    with told():
+        code = train(recipe, 1, fresh=fresh, form=form, first=True, made_by="lion.train", splits=splits, model=model)
     if code:
         raise KeyboardInterrupt(f"training stopped, its state is saved in {recipe.folder}; the same call resumes")
     return trained_run(recipe.folder, model)
+
+
+def with_fingerprint(splits: Splits) -> Splits:
+    """Return data with a fingerprint, by default the numbers of samples: a run refuses to resume on other data."""
+    if splits.fingerprint is not None:
+        return splits
+    counts = [f"{len(splits.train)} training samples", f"{len(splits.val)} for validation"]
+    return splits._replace(fingerprint=", ".join(counts))
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Show the messages of training, as the command does, unless the program has set the level of this package."""
+    log = logging.getLogger("lion")
+    if log.level != logging.NOTSET or log.isEnabledFor(logging.INFO):
+        yield
+        return
+    handler = logging.StreamHandler()
+    added = not log.hasHandlers()
+    log.setLevel(logging.INFO)
+    if added:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
+
+
+def check_own(task: Task, name: str, model: Model, splits: Splits) -> None:
+    """Check that a task can read the first samples of a caller's data with a model.
+
+    Raises:
+        ConfigError: A split has no samples, or the loss of its first samples cannot be computed.
+    """
+    kept = random_state()
+    training = model.training
+    model.eval()
+    for split, data in (("train", splits.train), ("val", splits.val)):
+        if not len(data):
+            raise ConfigError(f"splits.{split}: no samples")
+        first = range(min(2, len(data)))
+        try:
+            for batch in eval_batches(data, seed=0, split=split, batch=2, chosen=first, collate=splits.collate):
+                with torch.no_grad():
+                    task.loss(model, batch)
+        except Exception as error:  # a data set can raise any exception
+            about = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(
+                f"splits.{split}: the loss of its first samples cannot be computed ({about}); task {name!r} "
+                f"reads batches of {', '.join(task.example(1, 'cpu'))}"
+            ) from error
+    model.train(training)
+    restore_random_state(kept)
 
 
 def recipe_of(recipe: Recipe | str | Path, overrides: dict[str, Any], *, own_data: bool) -> Recipe:
@@ -344,7 +410,8 @@ def train(
         elif runtime.part is None:
             summarise(recipe.folder, form, Runtime(runtime.device))
         print_summary(recipe)
-    del lock
+    if lock is not None:
+        lock.close()
     return 0 if complete else 130
 
 
@@ -376,8 +443,11 @@ def prepare(
         splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first, model=model)
     seed_everything(recipe.seed)
+    own = isinstance(source, OwnData) or model is not None
     if model is None:
         model = task.build_model(recipe.model)
+    if own:
+        check_own(task, recipe.task.name, model, splits)
     if recipe.init_from is not None and begun is None:  # otherwise, a checkpoint has the weights
         with hint_of_tokenizer(recipe.init_from):
             init_from(model, recipe.init_from, splits.info)

@@ -9,7 +9,7 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,29 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
             while first.isspace():
                 first = file.read(1)
             file.seek(0)
-            rows = json.load(file) if first == "[" else map(json.loads, filter(str.strip, file))
-            for number, row in enumerate(rows, 1):
+            rows = enumerate(json.load(file), 1) if first == "[" else json_lines(path, file)
+            for number, row in rows:
                 if not isinstance(row, dict):
                     raise ConfigError(f"{path}, row {number}: expected a JSON object, got {str(row)[:40]!r}")
                 yield row
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON lines in UTF-8 with one object per line ({error})") from None
+
+
+def json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the value of each line that is not empty.
+
+    Raises:
+        ConfigError: A line is not JSON.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", None) or str(error)
+            raise ConfigError(f"{path}, line {number}: not JSON, {line[:40].strip()!r} ({reason})") from None
 
 
 def kinds_of(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionDataset
 
 from data.base import locked
-from data.folders import DOWNLOADED, HOW_TO_GET, check_downloaded, root_of
+from data.folders import DOWNLOADED, HOW_TO_GET, HOW_TO_SET, check_downloaded, root_of
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
@@ -44,9 +44,8 @@ class TorchvisionSet(Pictures):
         except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
             folder = root / DOWNLOADED[config.name]
-            raise ConfigError(
-                f"data set '{config.name}': {reason} in {folder} ({HOW_TO_GET.format(root=root)})"
-            ) from None
+            how = HOW_TO_SET if config.download else HOW_TO_GET
+            raise ConfigError(f"data set '{config.name}': {reason} in {folder} ({how.format(root=root)})") from None
         return build_pictures(config, train, test=test)
 
     def published(self) -> tuple[ImageInfo, int]:

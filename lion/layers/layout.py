@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -213,6 +213,13 @@ class Layout(NamedTuple):
 
 PLAIN = Layout()
 PAIRS = {"both": "pairs", "forward": "causal_pairs", "backward": "later_pairs"}  # fields by direction
+
+
+def unknown_arguments(names: Collection[str]) -> str:
+    """Return the message on arguments that a layer does not have; a mask of tokens has the name `layout`."""
+    if "valid" in names:
+        return "valid: unknown argument, pass layout=valid"
+    return f"{', '.join(names)}: unknown argument. {MASK_OF_TOKENS}"
 
 
 def warn_of_rows_without_tokens(valid: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Callable, Collection
 from functools import cache
@@ -24,8 +25,25 @@ PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop", "place")  # parts that are the same in all directions
 
 
+class Made(type):
+    """The type of the classes that `attention` makes; pickle makes them again, because they have no place in a module.
+
+    timm keeps the class `attn_layer` in a model.
+    """
+
+
+def reduce_class(kind: Made) -> str | tuple[Any, ...]:
+    """Return how pickle makes a class: by its arguments, or by its name if a module holds it."""
+    if "settings" not in vars(kind):
+        return kind.__qualname__
+    return made, (kind.name, tuple(sorted(kind.settings.items())))
+
+
+copyreg.pickle(Made, reduce_class)
+
+
 @register_notrace_module
-class TimmAttention(Layer):
+class TimmAttention(Layer, metaclass=Made):
     """A linear mixer with the constructor and the `forward` of `timm.layers.Attention`; `attention` makes subclasses.
 
     Names of weights are those of timm (`qkv`, `proj`), so softmax weights can be loaded; decays are in `decays`.
@@ -269,7 +287,7 @@ def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttentio
     bases: tuple[type, ...] = (TimmAttention, layer)
     if layer is Layer:
         bases = (TimmAttention,)
-    return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
+    return Made(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
 
 
 LionAttention = attention("lion_s")

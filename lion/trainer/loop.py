@@ -123,7 +123,7 @@ class Trainer:
         if state.compiled and self.runtime.main:
             save_compiled(self.config.compiled_code)
         if complete and state.step == resumed:
-            log.info("the run is complete, at step %d: nothing to train", state.step)
+            log.info("the run is complete, at step %d: nothing to train; --fresh (fresh=True) starts anew", state.step)
         elif complete:
             done = state.step - resumed
             log.info("trained %d steps in %.0f s, beside compilation, evaluation and saving", done, self.trained)

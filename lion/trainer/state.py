@@ -176,7 +176,7 @@ class RunState:
         """Return the error for training data that have changed since `step`."""
         return ConfigError(
             f"{self.run}: the training samples have changed since step {step}: {how}; restore them, or start over with "
-            "--fresh"
+            "--fresh (fresh=True)"
         )
 
     def same_world(self, kept: dict[str, Any]) -> bool:

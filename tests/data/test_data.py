@@ -514,8 +514,9 @@ def test_files_that_are_not_there(tmp_path, monkeypatch, name):
     monkeypatch.setattr(
         torchvision_sets, "locked", lambda path: contextlib.nullcontext(calls.append(path.name.split(".")[-2:]))
     )
-    with pytest.raises(ConfigError, match="Dataset not found"):
+    with pytest.raises(ConfigError, match="Dataset not found") as raised:
         make(name, root=str(tmp_path), download=True)
+    assert "data.download" not in str(raised.value), "it is set"
     assert calls == [["download", "lock"], "download"], "one process at a time"
     info, samples = published(name)
     assert samples in (50_000, 60_000) and len(info.classes) in (10, 100) and len(info.mean) == info.channels

@@ -116,6 +116,15 @@ def test_what_is_refused_is_named(tmp_path):
     assert "val_split: 0.01 of 30 rows leaves a split empty" in refused(file, val_split=0.01)
 
 
+def test_prepare_reads_the_files(tmp_path, capsys):
+    """Check that data which training would refuse are not called ready."""
+    name = ("data.name=labelled_text", "data.tokenizer=bytes")
+    assert "no file train.csv" in refuse(capsys, "prepare", "texts", *name, f"data.path={tmp_path}")
+    write(tmp_path / "train.csv", ROWS)
+    assert here("prepare", "texts", *name, f"data.path={tmp_path}") == 0
+    assert "27 samples for training, 3 for validation" in capsys.readouterr().out
+
+
 def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
     """Check parquet as the Hub has it, with numbers as labels and their names beside them."""
     datasets = pytest.importorskip("datasets")

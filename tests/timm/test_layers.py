@@ -15,6 +15,7 @@ from torch import nn
 import lion
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, set_form
+from lion.timm.layers import TimmAttention
 from tests.helpers import ROOT
 
 timm = pytest.importorskip("timm")
@@ -149,6 +150,8 @@ def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
     assert room.attention("gla", form="chunk") is room.attention("gla", form="chunk") is not room.attention("gla")
     scans = ["row_snake", "column_snake"]
     assert room.attention("lion_s", scans=scans) is room.attention("lion_s", scans=tuple(scans))
+    for kind in (room.attention("gla", form="chunk"), room.LionAttention, TimmAttention):
+        assert pickle.loads(pickle.dumps(kind)) is kind  # timm keeps the class in a model
     layer = room.attention("gla", form="chunk")(DIM, HEADS)
     x = torch.randn(1, LENGTH, DIM)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -506,10 +506,13 @@ def test_help_names_every_command_before_anything_is_installed(tmp_path):
     (tmp_path / "lion").symlink_to(ROOT / "run.sh")
     done = run_sh("quickstrt", script=tmp_path / "lion")
     assert done.returncode == 2 and "unknown command 'quickstrt', did you mean 'quickstart'" in done.stderr
-    (tmp_path / "tools").mkdir()  # hides no module of the clone
-    (tmp_path / "own.yaml").write_text("seed: 1")
+    for name in ("tools", "random", "numpy", "datasets"):  # hide no module of the clone, of Python or of a library
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the current folder')")
+    (tmp_path / "mine.py").write_text("print('my module')")
+    (tmp_path / "own.yaml").write_text("seed: 1\nimports: [mine]")
     done = run_sh("show", "own.yaml", cwd=tmp_path)
     assert done.returncode == 2 and "own.yaml: missing section 'task'" in done.stderr
+    assert "my module" in done.stdout
 
 
 def test_every_command_of_the_table_is_there():

@@ -182,6 +182,10 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
     assert other["makes"] == pytest.approx(rows["makes"], abs=0.03)  # for any batch size
     assert rows_of(*args, "--samples", 24) == rows
     assert not made
+    there = rows_of(kept, "--features", classifier, "--reference", kept)["kept"]
+    assert there[:2] == [32, 32] and there[2] == pytest.approx(0, abs=1e-3), (
+        "the samples that are kept, against themselves"
+    )
     (kept / "00000016.npy").unlink()
     assert rows_of(*args, "--samples", 24) == rows
     assert len(made) == 1
