@@ -28,9 +28,9 @@ class Reading(NamedTuple):
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(47_300, 12, 5.9),
     "lion/layers": Reading(39_600, 12, 9.9),
-    "lion": Reading(165_350, 10, 6.2),
-    "data": Reading(49_100, 11, 14.8),
-    "tools": Reading(115_500, 10, 12.6),  # plain lines have a few more tokens
+    "lion": Reading(165_410, 10, 6.2),
+    "data": Reading(49_130, 11, 14.8),
+    "tools": Reading(116_150, 10, 12.0),
 }
 
 

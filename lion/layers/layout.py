@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from lion.ops.modes import may_wait
 from lion.ops.segments import segment_starts
 from lion.ops.settings import hint
 
-MASK_OF_TOKENS = "True marks tokens here, but padding in PyTorch's key_padding_mask: pass layout=~key_padding_mask"
+MASK_OF_TOKENS = "True marks tokens: pass layout=mask, but of PyTorch's key_padding_mask layout=~key_padding_mask"
 
 
 class Layout(NamedTuple):
@@ -213,13 +213,6 @@ class Layout(NamedTuple):
 
 PLAIN = Layout()
 PAIRS = {"both": "pairs", "forward": "causal_pairs", "backward": "later_pairs"}  # fields by direction
-
-
-def unknown_arguments(names: Collection[str]) -> str:
-    """Return the message on arguments that a layer does not have; a mask of tokens has the name `layout`."""
-    if "valid" in names:
-        return "valid: unknown argument, pass layout=valid"
-    return f"{', '.join(names)}: unknown argument. {MASK_OF_TOKENS}"
 
 
 def warn_of_rows_without_tokens(valid: Tensor) -> None:

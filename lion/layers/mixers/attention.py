@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lion.layers.convolution import KeyValueShift, ShortConvolution, TokenShift, Window
-from lion.layers.layout import PLAIN, Layout, unknown_arguments
+from lion.layers.layout import MASK_OF_TOKENS, PLAIN, Layout
 from lion.layers.mixers.base import Mixer, check_state, check_width, state_type
 from lion.layers.mixers.config import ALTERNATING, AttentionConfig, streams
 from lion.layers.mixers.parts import (
@@ -175,7 +175,7 @@ class Attention(Mixer):
             TypeError: Another argument, such as the `key_padding_mask` of PyTorch, which is True for padding.
         """
         if unknown:
-            raise TypeError(unknown_arguments(unknown))
+            raise TypeError(f"{', '.join(unknown)}: unknown argument. {MASK_OF_TOKENS}")
         layout = Layout.given(x, layout)
         if layout.part is not None:
             self.check_split(layout.part.count)
