@@ -156,7 +156,7 @@ def test_the_mask_of_padding_of_pytorch_is_caught():
     padding = torch.tensor([[False] * 4, [False, False, True, True]])
     with pytest.raises(TypeError, match=r"key_padding_mask: unknown argument.*layout=~key_padding_mask"):
         layer(x, key_padding_mask=padding)
-    with pytest.raises(TypeError, match="^valid: unknown argument.*pass layout=mask"):
+    with pytest.raises(TypeError, match=r"^valid: unknown argument.*pass layout=mask"):
         layer(x, valid=~padding)
     with pytest.warns(UserWarning, match="no tokens.*layout=~key_padding_mask"):
         layer(x, padding)
