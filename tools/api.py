@@ -56,11 +56,15 @@ def described_object(name: str, value: Any) -> Iterator[str]:
     node = parsed(value)
     yield from code(f"{name}{signature(node)}")
     yield from docstring(node)
-    for method in node.body if isinstance(node, ast.ClassDef) else ():
+    if not isinstance(node, ast.ClassDef):
+        return
+    for method in node.body:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and ast.get_docstring(method):
-            plain = any(ast.unparse(d).endswith("property") for d in method.decorator_list)
+            call = f"{name}.{method.name}"
+            if not any(ast.unparse(each).endswith("property") for each in method.decorator_list):
+                call += signature(method)
             yield ""
-            yield from code(f"{name}.{method.name}{'' if plain else signature(method)}")
+            yield from code(call)
             yield from docstring(method)
 
 
@@ -75,15 +79,22 @@ def parsed(value: Any) -> ast.stmt:
 def signature(node: ast.AST) -> str:
     """Return the arguments of a function, of the constructor of a class, or the fields of a class without one."""
     if isinstance(node, ast.ClassDef):
-        made = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "__init__"]
-        if made:
-            return f"({without_self(made[0])})"
-        record = re.search(r"dataclass|NamedTuple", " ".join(map(ast.unparse, [*node.decorator_list, *node.bases])))
-        fields = [f for f in node.body if isinstance(f, ast.AnnAssign) and (record or f.value)]
-        return f"({', '.join(ast.unparse(f) for f in fields if 'ClassVar' not in ast.unparse(f.annotation))})"
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+                return f"({without_self(each)})"
+        marks = " ".join(map(ast.unparse, node.decorator_list + node.bases))
+        record = re.search(r"dataclass|NamedTuple", marks)
+        fields = []
+        for each in node.body:
+            if not isinstance(each, ast.AnnAssign) or "ClassVar" in ast.unparse(each.annotation):
+                continue
+            if record or each.value:
+                fields.append(ast.unparse(each))
+        return f"({', '.join(fields)})"
     assert isinstance(node, ast.FunctionDef)
-    returned = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"({without_self(node)}){returned}"
+    if node.returns is None:
+        return f"({without_self(node)})"
+    return f"({without_self(node)}) -> {ast.unparse(node.returns)}"
 
 
 def without_self(node: ast.FunctionDef) -> str:
@@ -92,8 +103,9 @@ def without_self(node: ast.FunctionDef) -> str:
 
 def code(text: str) -> Iterator[str]:
     """Yield a line of Python as a block of code, one argument per line if it is long."""
-    wrapped = text if len(text) <= 120 else re.sub(r"^(\w+(?:\.\w+)?)\((.*)\)", one_per_line, text)
-    yield from ("```python", wrapped, "```")
+    if len(text) > 120:
+        text = re.sub(r"^(\w+(?:\.\w+)?)\((.*)\)", one_per_line, text)
+    yield from ("```python", text, "```")
 
 
 def one_per_line(found: re.Match[str]) -> str:
@@ -104,7 +116,8 @@ def one_per_line(found: re.Match[str]) -> str:
             parts.append("")
         else:
             parts[-1] += character
-    return f"{found[1]}(\n" + "".join(f"    {part.strip()},\n" for part in parts) + ")"
+    lines = [f"    {part.strip()},\n" for part in parts]
+    return f"{found[1]}(\n{''.join(lines)})"
 
 
 def docstring(node: Any) -> Iterator[str]:
@@ -115,7 +128,8 @@ def docstring(node: Any) -> Iterator[str]:
     yield ""
     section = ""
     for line in text.split("\n"):
-        if found := SECTION.match(line):
+        found = SECTION.match(line)
+        if found:
             section = found[1]
             yield from (f"**{section}**", "")
             continue
@@ -134,7 +148,9 @@ def docstring(node: Any) -> Iterator[str]:
 
 def constant(value: Any) -> str:
     """Describe a table or tuple by its names."""
-    names = value if isinstance(value, (dict, tuple)) and all(isinstance(n, str) for n in value) else (repr(value),)
+    names = [repr(value)]
+    if isinstance(value, (dict, tuple)) and all(isinstance(name, str) for name in value):
+        names = list(value)
     return ", ".join(f"`{name}`" for name in names)
 
 

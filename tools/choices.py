@@ -9,6 +9,7 @@ the choice that follows. A text that is too long for the positions of the model 
 
 from __future__ import annotations
 
+import statistics
 from argparse import Namespace
 
 import torch
@@ -25,7 +26,7 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools.cli import choose_form
 from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
-from tools.tables import table
+from tools.tables import Cell, fill, table
 
 
 def evaluate_choices(args: Namespace) -> int:
@@ -52,12 +53,13 @@ def evaluate_choices(args: Namespace) -> int:
     wanted = list(dict.fromkeys([reference, *forms]))  # the deviation is measured from the reference form
     found = measure(model, task, batches, len(batches), wanted, runtime, recipe.trainer.precision)
     check_finite(torch.tensor([found[form]["deviation"] for form in wanted]), loaded.folder)
-    body = []
-    for form in forms:
-        own = found[form]
-        shown = [as_text(own["values"][metric.name], len(questions)) for metric in task.metrics]
-        body.append([form_label(*form), *shown, f"{own['samples_per_second']:.0f}", f"{own['deviation']:.1e}"])
-    print(table(["form", *(metric.heading for metric in task.metrics), "choices/s", "deviation"], body))
+    columns: dict[str, Cell] = {"form": lambda form: form_label(*form)}
+    for metric in task.metrics:
+        columns[metric.heading] = lambda form, name=metric.name: as_text(found[form]["values"][name], len(questions))
+    columns["choices/s"] = lambda form: f"{found[form]['samples_per_second']:.0f}"
+    columns["deviation"] = lambda form: f"{found[form]['deviation']:.1e}"
+    header, cells = fill(columns, forms)
+    print(table(header, cells))
     how = f"batch {batch}, {recipe.trainer.precision}, {'compiled' if compiled else 'eager'}"
     print(f"{about(questions)}; 95 % intervals; {how}; deviation in nats")
     if cut:
@@ -73,7 +75,9 @@ def as_text(share: float, count: int) -> str:
 
 
 def about(questions: list[Question]) -> str:
-    counts = [len(q.choices) for q in questions]
-    several = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    chance = sum(1 / n for n in counts) / len(counts)
+    counts = [len(question.choices) for question in questions]
+    several = str(min(counts))
+    if max(counts) > min(counts):
+        several += f" to {max(counts)}"
+    chance = statistics.fmean(1 / count for count in counts)
     return f"{len(questions):,} questions of {several} choices, chance {100 * chance:.2f} %"

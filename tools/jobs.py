@@ -82,11 +82,13 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
     Returns:
         0, the exit code of the first job that failed, or 130 after an interrupt, when all jobs have saved their state.
     """
-    waiting, running, code = [job for job in jobs if not job.finished], list[Running](), 0
-    slots, noted = list(range(min(most, len(waiting)))), False
+    waiting = [job for job in jobs if not job.finished]
+    running: list[Running] = []
+    slots = list(range(min(most, len(waiting))))
     share = max(1, len(os.sched_getaffinity(0)) // max(1, len(slots)))
-    shown = {"total": sum(steps.values()), "unit": "step", "desc": title, "leave": True}
-    with progress(**shown) as bar:
+    noted = False
+    code = 0
+    with progress(total=sum(steps.values()), unit="step", desc=title, leave=True) as bar:
         try:
             while waiting or running:
                 ready = [job for job in waiting if job.after is None or job.after.finished]
@@ -94,7 +96,8 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
                 for job in ready:
                     if not slots:
                         break
-                    if (log := claim(job)) is None:
+                    log = claim(job)
+                    if log is None:
                         busy.append(job.name)
                         continue
                     waiting.remove(job)
@@ -107,16 +110,20 @@ def work(jobs: Sequence[Job], steps: Mapping[str, int], most: int, *, title: str
                     say(f"waiting for {', '.join(busy)}: another command is training them")
                     noted = True
                 time.sleep(PAUSE)
-                for each in [r for r in running if r.process.poll() is not None]:
+                for each in list(running):
+                    if each.process.poll() is None:
+                        continue
                     running.remove(each)
                     slots.append(each.slot)
                     say(end(each, result))
                     code = code or each.process.returncode
-                left = {job.name for job in (*waiting, *(r.job for r in running))}
-                for job in [j for j in waiting if j.after and not j.after.finished and j.after.name not in left]:
-                    waiting.remove(job)
-                    say(f"{job.name}: not run, because {job.after.name} failed")
-                bar.set_postfix_str(", ".join(r.job.name for r in running), refresh=False)
+                names = [each.job.name for each in running]
+                left = names + [job.name for job in waiting]
+                for job in list(waiting):
+                    if job.after and not job.after.finished and job.after.name not in left:
+                        waiting.remove(job)
+                        say(f"{job.name}: not run, because {job.after.name} failed")
+                bar.set_postfix_str(", ".join(names), refresh=False)
                 bar.update(sum(min(step_of(job), steps[job.name]) for job in jobs) - bar.n)
         except KeyboardInterrupt:
             stop(running)
@@ -149,7 +156,8 @@ def start(job: Job, slot: int, threads: int, log: IO[str]) -> Running:
     """
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(threads))
-    if (gpus := torch.cuda.device_count()) > 1:
+    gpus = torch.cuda.device_count()
+    if gpus > 1:
         visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
         env["CUDA_VISIBLE_DEVICES"] = visible[slot % gpus]
     form = usual_form(job.recipe)
@@ -171,8 +179,11 @@ def end(running: Running, result: Callable[[Job], str]) -> str:
             shutil.rmtree(path, ignore_errors=True)
         return f"{job.name}: finished, {result(job)}"
     lines = Path(running.log.name).read_text(encoding="utf-8", errors="replace").splitlines()
-    reason = next((line for line in reversed(lines) if line.startswith("error: ")), ending(code))
-    return f"{job.name}: failed, {reason.removeprefix('error: ')} ({running.log.name})"
+    reason = ending(code)
+    for line in lines:  # the last one counts
+        if line.startswith("error: "):
+            reason = line.removeprefix("error: ")
+    return f"{job.name}: failed, {reason} ({running.log.name})"
 
 
 def step_of(job: Job) -> int:

@@ -33,7 +33,8 @@ class FusedSoftmax(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self.SavedTensors.apply(*args[:3])
+            q, k, v, *_ = args
+            return self.SavedTensors.apply(q, k, v)
         return func(*args, **(kwargs or {}))
 
 
@@ -55,7 +56,9 @@ def activation_bytes(task: Task, recipe: Recipe, micro: int, sharing: int = 1) -
         loss = task.loss(model, task.example(micro, "meta")).loss
     kept = sum(size for storage, size in seen.items() if storage not in own)
     del loss
-    return kept // 2 if recipe.trainer.precision == "bf16" else kept
+    if recipe.trainer.precision == "bf16":
+        return kept // 2
+    return kept
 
 
 def part_on_meta(task: Task, recipe: Recipe, sharing: int) -> Model:

@@ -50,8 +50,11 @@ def main(argv: list[str]) -> int:
     loaded.task.check_prediction()
     recipe = resolve_run(loaded.folder)
     source = open_data(recipe, loaded.folder)
-    if "file" not in source.asks and (path := next((word for word in args.files if Path(word).is_file()), None)):
-        raise ConfigError(f'predict: {path} is a file; this run expects {" and ".join(source.asks)}: "$(cat {path})"')
+    if "file" not in source.asks:
+        for word in args.files:
+            if Path(word).is_file():
+                asked_for = " and ".join(source.asks)
+                raise ConfigError(f'predict: {word} is a file; this run expects {asked_for}: "$(cat {word})"')
     words = args.files
     if source.asks == ("file",):
         words = expanded(words, pictures=isinstance(loaded.task.info, ImageInfo))
@@ -59,7 +62,8 @@ def main(argv: list[str]) -> int:
     if len(asked) >= options.COMPILED_FROM and not args.eager and loaded.recipe.trainer.compile:
         compile_blocks(loaded.model, dynamic=None)  # texts differ in length
     size = next(n for n in SIZES if n >= min(len(asked), SIZES[-1]))
-    files, answers = [], []
+    files: list[list[str]] = []
+    answers: list[list[str]] = []
     for start in range(0, len(asked), size):
         known, samples = readable(source, loaded, asked[start : start + size])
         if samples:
@@ -72,14 +76,17 @@ def main(argv: list[str]) -> int:
         WRITERS[args.out.suffix](args.out, records(source.asks, files, answers))
         print(f"{len(files):,} predictions written to {args.out}")
         return code
-    header = [*source.asks, *(f"top {i + 1}" for i in range(len(answers[0])))]
-    print(table(header, [[*paths, *words] for paths, words in zip(files, answers)]))
+    header = list(source.asks)
+    for place in range(1, len(answers[0]) + 1):
+        header.append(f"top {place}")
+    print(table(header, [paths + words for paths, words in zip(files, answers)]))
     return code
 
 
 def readable(source: DataSet, loaded: LoadedRun, asked: list[list[str]]) -> tuple[list[list[str]], list[Sample]]:
     """Return the samples that can be read, with their arguments; the others are named on stderr."""
-    known, samples = [], []
+    known = []
+    samples = []
     for paths in asked:
         try:
             samples.append(source.load(*paths, info=loaded.task.info))

@@ -69,7 +69,9 @@ class Difference(NamedTuple):
 
         Runs without any spread do not show their noise: then it is 1.
         """
-        return 2 * float(stats.t.sf(abs(self.mean) / self.error, self.freedom)) if self.error else 1.0
+        if not self.error:
+            return 1.0
+        return 2 * float(stats.t.sf(abs(self.mean) / self.error, self.freedom))
 
     def smallest(self, level: float = LEVEL) -> float:
         """Return the true difference that these runs would have shown with p below `level` in `POWER` of all cases."""
@@ -85,11 +87,11 @@ class Difference(NamedTuple):
         if not self.error:
             return None
 
-        def enough(n: int) -> bool:
+        for n in range(2, MOST + 1):
             shift = abs(self.mean) / self.error * math.sqrt(n / self.runs)
-            return seen(shift, self.freedom * (n - 1) / (self.runs - 1), level) >= POWER
-
-        return next((n for n in range(2, MOST + 1) if enough(n)), MOST + 1)
+            if seen(shift, self.freedom * (n - 1) / (self.runs - 1), level) >= POWER:
+                return n
+        return MOST + 1
 
 
 def paired(values: Values, first: str, second: str) -> Difference | None:
@@ -107,14 +109,18 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     Returns:
         The difference, or None if a row has fewer than two runs or the runs leave no degrees of freedom.
     """
-    rows, seeds = sorted(values), sorted({seed for runs in values.values() for seed in runs})
-    cells = [(row, seed, value) for row in rows for seed, value in values[row].items()]
+    rows = sorted(values)
+    seeds = sorted(set().union(*values.values()))
+    cells = []
+    for row in rows:
+        for seed, value in values[row].items():
+            cells.append((row, seed, value))
     if min(len(values[first]), len(values[second])) < 2:
         return None
     design = np.zeros((len(cells), len(rows) + len(seeds)))
     for i, (row, seed, _) in enumerate(cells):
         design[i, rows.index(row)] = design[i, len(rows) + seeds.index(seed)] = 1
-    found = np.array([value for *_, value in cells])
+    found = np.array([value for _, _, value in cells])
     freedom = len(cells) - np.linalg.matrix_rank(design)
     inverse = np.linalg.pinv(design.T @ design)
     contrast = np.zeros(design.shape[1])
@@ -125,18 +131,22 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     noise = ((found - design @ weights) ** 2).sum() / freedom
     mean = round(float(contrast @ weights), DIGITS)
     error = round(math.sqrt(noise * float(contrast @ inverse @ contrast)), DIGITS)
-    return Difference(mean, error, int(freedom), min(map(len, (values[first], values[second]))))
+    return Difference(mean, error, int(freedom), min(len(values[first]), len(values[second])))
 
 
 def welch(values: Values, first: str, second: str) -> Difference | None:
     """Compare the means of two rows, each with noise of its own (Welch 1947); None if a row has fewer than two runs."""
-    one, other = (list(values[row].values()) for row in (first, second))
+    one = list(values[first].values())
+    other = list(values[second].values())
     if min(len(one), len(other)) < 2:
         return None
-    parts = [(statistics.variance(own) / len(own), len(own)) for own in (one, other)]
-    squared = sum(part for part, _ in parts)
-    weights = sum(part**2 / (n - 1) for part, n in parts)
-    freedom = squared**2 / weights if weights else len(one) + len(other) - 2.0
+    of_one = statistics.variance(one) / len(one)
+    of_other = statistics.variance(other) / len(other)
+    squared = of_one + of_other
+    weights = of_one**2 / (len(one) - 1) + of_other**2 / (len(other) - 1)
+    freedom = len(one) + len(other) - 2.0
+    if weights:
+        freedom = squared**2 / weights
     mean = statistics.mean(one) - statistics.mean(other)
     return Difference(mean, math.sqrt(squared), freedom, min(len(one), len(other)))
 
@@ -168,7 +178,9 @@ def seen(shift: float, freedom: float, level: float = LEVEL) -> float:
 
 def power(seeds: int, effect: float, level: float = LEVEL) -> float:
     """Return the probability that pairs of `seeds` runs show a true difference of `effect` deviations of a pair."""
-    return seen(effect * math.sqrt(seeds), seeds - 1, level) if seeds > 1 else 0.0
+    if seeds < 2:
+        return 0.0
+    return seen(effect * math.sqrt(seeds), seeds - 1, level)
 
 
 def seeds_needed(effect: float, level: float = LEVEL) -> int | None:

@@ -124,11 +124,12 @@ def main(argv: list[str]) -> int:
             dist.destroy_process_group()
         return 0
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
-        arguments = [args.recipe, *args.overrides, "--form", args.form]
+        arguments = [args.recipe, *args.overrides]
         if args.fresh:
             arguments.append("--fresh")
         if args.no_eval:
             arguments.append("--no-eval")
+        arguments += ["--form", args.form]
         return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), arguments)
     form = None if args.no_eval else args.form
     begun = None if args.fresh else recipe.folder

@@ -34,9 +34,10 @@ class Made(type):
 
 def reduce_class(kind: Made) -> str | tuple[Any, ...]:
     """Return how pickle makes a class: by its arguments, or by its name if a module holds it."""
-    if "settings" not in vars(kind):
+    own = vars(kind)
+    if "settings" not in own:
         return kind.__qualname__
-    return made, (kind.name, tuple(sorted(kind.settings.items())))
+    return made, (own["name"], tuple(sorted(own["settings"].items())))
 
 
 copyreg.pickle(Made, reduce_class)
@@ -287,7 +288,7 @@ def made(mixer: str, settings: tuple[tuple[str, Any], ...]) -> type[TimmAttentio
     bases: tuple[type, ...] = (TimmAttention, layer)
     if layer is Layer:
         bases = (TimmAttention,)
-    return Made(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
+    return type(layer.__name__, bases, {"name": mixer, "settings": dict(settings)})
 
 
 LionAttention = attention("lion_s")

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     converter.check(recipe)
     ours = converter.rename(held)
     adopted = [f"{key}={json.dumps(value)}" for key, value in converter.adopted(held, ours, recipe).items()]
-    recipe = resolve(args.recipe, [*adopted, *args.overrides, *place])
+    recipe = resolve(args.recipe, adopted + args.overrides + place)
     info = converter.info(recipe)
     shown = compare(converter.settings(held, ours, recipe, info), held, recipe, args.recipe)
     info = converter.fit(held, ours, recipe, info)
@@ -74,7 +74,10 @@ def main(argv: list[str]) -> int:
     parameters = f"{sum(w.numel() for w in ours.values()):,} parameters"
     print(f"{args.out}: {recipe.model.mixer}, {parameters}, {converter.describe(held, recipe, info)}")
     values = flatten(to_dict(dataclasses.replace(recipe, model=recipe.model.resolved())))
-    trusted = [k if values[k] is None else f"{k}={values[k]}" for k in converter.trusted if k in values.keys() - shown]
+    trusted = []
+    for key in converter.trusted:
+        if key in values and key not in shown:
+            trusted.append(key if values[key] is None else f"{key}={values[key]}")
     if trusted:
         print(f"not shown by the checkpoint, taken from the recipe: {', '.join(trusted)}")
     return 0
@@ -106,8 +109,9 @@ def compare(settings: Iterable[Setting], held: CheckpointContents, recipe: Recip
         shown.add(key)
         if found == mine:
             continue
-        seen = f"{seen} is {tuple(held.weights[seen].shape)}" if seen in held.weights else seen
-        there, here = (f"[{','.join(map(str, v))}]" if isinstance(v, tuple) else str(v) for v in (found, mine))
+        if seen in held.weights:
+            seen = f"{seen} is {tuple(held.weights[seen].shape)}"
+        there, here = typed(found), typed(mine)
         hints = []
         for value in there.split(" or "):
             sibling = path.with_name(path.name.replace(f"{here}.", f"{value}."))
@@ -118,15 +122,22 @@ def compare(settings: Iterable[Setting], held: CheckpointContents, recipe: Recip
     return shown
 
 
+def typed(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value)
+
+
 def write_run(out: Path, recipe: Recipe, state: dict[str, Any], source: dict[str, Any], files: dict[str, str]) -> None:
     """Write a run folder with a `best` checkpoint and text `files` by name; the folder appears in one step."""
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         best = scratch_folder(scratch, "best", 0)
         with open(best / STATE, "wb") as file:
-            torch.save({"step": 0, "best": {"value": metric_of(recipe).worst, "step": 0}, **state}, file)
+            torch.save({"step": 0, "best": {"value": metric_of(recipe).worst, "step": 0}} | state, file)
         seal(best)
-        for name, text in {**files, RECIPE: dump_recipe(recipe)}.items():
+        for name, text in (files | {RECIPE: dump_recipe(recipe)}).items():
             save_text(scratch / name, text)
         save_json(scratch / ENVIRONMENT, {**environment(torch.device("cpu")), "converted": source})
         os.rename(scratch, out)

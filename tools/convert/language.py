@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,15 +87,18 @@ class LanguageConverter(Converter):
 
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         self.check_kind(held)
-        theirs = {k: v for k, v in self.cleaned(held.weights).items() if not re.fullmatch(self.format.unused, k)}
+        theirs = {}
+        for name, value in self.cleaned(held.weights).items():
+            if not re.fullmatch(self.format.unused, name):
+                theirs[name] = value
         for kept, other in self.format.tied.items():
             if other in theirs:
                 twin = theirs.pop(other)
-                both = theirs.setdefault(kept, twin), twin
-                if not all(map(torch.is_tensor, both)) or not torch.equal(*both):
+                value = theirs.setdefault(kept, twin)
+                if not torch.is_tensor(value) or not torch.is_tensor(twin) or not torch.equal(value, twin):
                     raise ConfigError(f"{held.path}: {other} differs from {kept}: our model has one weight for both")
-        numbers = [m for m in (re.match(rf"{re.escape(self.format.blocks)}\.(\d+)\.", k) for k in theirs) if m]
-        names = self.names(1 + max((int(m[1]) for m in numbers), default=0))
+        numbers = block_numbers(rf"{re.escape(self.format.blocks)}\.(\d+)\.", theirs)
+        names = self.names(1 + max(numbers, default=0))
         ours = {}
         for our, parts in names.items():
             missing = [name for name in parts if name not in theirs]
@@ -137,22 +140,31 @@ class LanguageConverter(Converter):
     def sizes(self, ours: dict[str, Tensor]) -> dict[str, int]:
         """Return the sizes that the shapes of our weights show, by the names of `Format.keys`."""
         rows, dim = ours["tokens.weight"].shape
-        depth = 1 + max(int(m[1]) for m in map(re.compile(BLOCK).match, ours) if m)
-        hidden, positions = (len(ours[n]) for n in ("encoder.blocks.0.mlp.fc1.weight", "positions.weight"))
-        return {"rows": rows, "dim": dim, "depth": depth, "hidden": hidden, "positions": positions}
+        return {
+            "rows": rows,
+            "dim": dim,
+            "depth": 1 + max(block_numbers(BLOCK, ours)),
+            "hidden": len(ours["encoder.blocks.0.mlp.fc1.weight"]),
+            "positions": len(ours["positions.weight"]),
+        }
 
     def facts(self, held: CheckpointContents, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
         """Return (value, source) of the settings of the model that the checkpoint shows, by key of the recipe."""
-        keys, metadata, sizes = self.format.keys, self.metadata(held), self.sizes(ours)
+        keys = self.format.keys
+        metadata = self.metadata(held)
+        sizes = self.sizes(ours)
         for name, size in sizes.items():
-            if (wanted := metadata.get(keys[name])) not in (None, size):
+            wanted = metadata.get(keys[name])
+            if wanted not in (None, size):
                 raise ConfigError(f"{held.path}: {keys[name]} is {wanted} in its config, {size} by its weights")
         shown = {"dim": sizes["dim"], "depth": sizes["depth"], "mlp_ratio": ratio(sizes["hidden"], sizes["dim"])}
-        found = {k: (value, "its weights") for k, value in {**shown, **self.format.plain, **self.more(ours)}.items()}
+        shown |= self.format.plain | self.more(ours)
+        found = {key: (value, "its weights") for key, value in shown.items()}
         for name, key in (("heads", "num_heads"), ("eps", "norm_eps")):
             if keys[name] in metadata:
                 found[key] = metadata[keys[name]], "its config"
-        if (activation := metadata.get(keys["activation"])) is not None:
+        activation = metadata.get(keys["activation"])
+        if activation is not None:
             known = self.format.activations
             if activation not in known:
                 raise ConfigError(
@@ -163,7 +175,10 @@ class LanguageConverter(Converter):
 
     def metadata(self, held: CheckpointContents) -> dict[str, Any]:
         """Return the metadata stored with the weights, with defaults for missing keys."""
-        return {**{self.format.keys[k]: v for k, v in self.format.assumed.items()}, **held.said} if held.said else {}
+        if not held.said:
+            return {}
+        assumed = {self.format.keys[name]: value for name, value in self.format.assumed.items()}
+        return assumed | held.said
 
     def more(self, ours: dict[str, Tensor]) -> dict[str, Any]:
         """Return further settings of the model that shapes show."""
@@ -175,12 +190,15 @@ class LanguageConverter(Converter):
                 f"{held.path}: softmax attention, but the recipe has mixer {recipe.model.mixer!r}: convert it with "
                 "the softmax recipe, and initialize other mixers from that run (init_from=RUN)"
             )
-        return {**self.own_tokenizer(held), **{key: value for key, (value, _) in self.facts(held, ours).items()}}
+        shown = {key: value for key, (value, _) in self.facts(held, ours).items()}
+        return self.own_tokenizer(held) | shown
 
     def own_tokenizer(self, held: CheckpointContents) -> dict[str, Any]:
         """Return the setting of the tokenizer of the folder, if it has one."""
         folder = held.folder
-        return {} if folder is None or local_files(str(folder)) is None else {"data.tokenizer": str(folder)}
+        if folder is None or local_files(str(folder)) is None:
+            return {}
+        return {"data.tokenizer": str(folder)}
 
     def info(self, recipe: Recipe) -> TextInfo:
         name = recipe.data.tokenizer
@@ -200,8 +218,9 @@ class LanguageConverter(Converter):
         """Resize the embeddings to the vocabulary, padded as in the recipe. Rows beyond the vocabulary belong to no
         token, and are replaced by zeros.
         """
-        rows, ids = len(ours["tokens.weight"]), info.vocabulary
-        if rows not in (-(-ids // multiple) * multiple for multiple in PADDED):
+        rows = len(ours["tokens.weight"])
+        ids = info.vocabulary
+        if rows not in [-(-ids // multiple) * multiple for multiple in PADDED]:
             raise ConfigError(
                 f"{held.path}: embeddings of {rows:,} tokens, but tokenizer {info.tokenizer!r} has {ids:,} ids: "
                 "another vocabulary; set data.tokenizer to the tokenizer of the checkpoint"
@@ -223,11 +242,15 @@ class LanguageConverter(Converter):
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
-        unused = (name for name in self.cleaned(held.weights) if re.fullmatch(self.format.unused, name))
-        unused = dict.fromkeys(re.sub(r"\d+", "*", name) for name in unused)  # each name once for all blocks
-        left = f"; not used: {', '.join(unused)}" if unused else ""
-        shape = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads"
-        return f"{shape}, {info.vocabulary:,} ids of tokenizer {info.tokenizer!r}{left}"
+        text = f"{c.depth} blocks of width {c.dim}, {c.num_heads} heads, "
+        text += f"{info.vocabulary:,} ids of tokenizer {info.tokenizer!r}"
+        unused = {}  # each name once for all blocks
+        for name in self.cleaned(held.weights):
+            if re.fullmatch(self.format.unused, name):
+                unused[re.sub(r"\d+", "*", name)] = None
+        if unused:
+            text += f"; not used: {', '.join(unused)}"
+        return text
 
     def restored(self, model: TokenModel) -> dict[str, Tensor]:
         """Return the weights of our model under their names; weights that our model lacks are zero.
@@ -235,22 +258,28 @@ class LanguageConverter(Converter):
         Raises:
             ConfigError: The model of transformers does not support our model.
         """
-        c, ours = model.config, model.state_dict()
+        c = model.config
+        ours = model.state_dict()
         mine = flatten(to_dict(c))
-        for key, value in {"mixer": SOFTMAX, **self.format.plain}.items():
+        for key, value in ({"mixer": SOFTMAX} | self.format.plain).items():
             if mine[key] != value:
                 raise ConfigError(
                     f"model.{key}: transformers' {self.format.kind} supports only {value!r}, this run has {mine[key]!r}"
                 )
         names = self.names(c.depth)
-        if others := sorted(ours.keys() - names.keys()):
+        others = sorted(ours.keys() - names.keys())
+        if others:
             raise ConfigError(f"transformers' {self.format.kind} has no place for {others[0]}")
         found = {}
         for our, parts in names.items():
-            if our in ours:
-                value = ours[our][: model.vocabulary] if our in BY_TOKEN else ours[our]
-            else:  # a bias, or the embeddings of token types
-                value = torch.zeros(len(ours[our.replace("bias", "weight")]) if our.endswith("bias") else (1, c.dim))
+            if our in BY_TOKEN and our in ours:
+                value = ours[our][: model.vocabulary]
+            elif our in ours:
+                value = ours[our]
+            elif our.endswith("bias"):
+                value = torch.zeros(len(ours[our.replace("bias", "weight")]))
+            else:  # the embeddings of token types
+                value = torch.zeros(1, c.dim)
             found |= zip(parts, value.chunk(len(parts)))
         return found
 
@@ -260,20 +289,40 @@ class LanguageConverter(Converter):
         Raises:
             ConfigError: The model of transformers does not support our model.
         """
-        c, activations = model.config, {ours: theirs for theirs, ours in reversed(self.format.activations.items())}
+        c = model.config
+        activations = {ours: theirs for theirs, ours in reversed(self.format.activations.items())}
         if c.mlp not in activations:
             raise ConfigError(
                 f"model.mlp: transformers' {self.format.kind} supports {', '.join(activations)}, this run has {c.mlp!r}"
             )
-        sizes = {"rows": model.vocabulary, "dim": c.dim, "depth": c.depth, "positions": model.longest}
-        sizes |= {"hidden": int(c.dim * c.mlp_ratio), "heads": c.num_heads}
-        more = {"eps": c.norm_eps, "activation": activations[c.mlp], "std": c.init_std}
-        more |= {"dropout": c.dropout, "score_dropout": c.attention.score_dropout}
-        held = {self.format.keys[name]: value for name, value in {**sizes, **more}.items()}
-        return {"architectures": [self.format.architecture], "model_type": self.format.kind, **held, "dtype": "float32"}
+        mine = {
+            "rows": model.vocabulary,
+            "dim": c.dim,
+            "depth": c.depth,
+            "positions": model.longest,
+            "hidden": int(c.dim * c.mlp_ratio),
+            "heads": c.num_heads,
+            "eps": c.norm_eps,
+            "activation": activations[c.mlp],
+            "std": c.init_std,
+            "dropout": c.dropout,
+            "score_dropout": c.attention.score_dropout,
+        }
+        held = {"architectures": [self.format.architecture], "model_type": self.format.kind}
+        for name, value in mine.items():
+            held[self.format.keys[name]] = value
+        return held | {"dtype": "float32"}
+
+
+def block_numbers(pattern: str, names: Iterable[str]) -> list[int]:
+    """Return the numbers of the blocks in names of weights."""
+    matches = [re.match(pattern, name) for name in names]
+    return [int(match[1]) for match in matches if match]
 
 
 def ratio(hidden: int, dim: int) -> float:
     """Return the `mlp_ratio` for which `int(dim * mlp_ratio)` equals `hidden`."""
     found = hidden / dim
-    return found if int(dim * found) == hidden else math.nextafter(found, math.inf)
+    if int(dim * found) == hidden:
+        return found
+    return math.nextafter(found, math.inf)

@@ -68,7 +68,8 @@ class Kernel:
             if f"libdevice.{function}(" in source:
                 body = f"@triton.jit\ndef own_{call}:\n    return {value}\n\n\n@triton.jit"
                 source = source.replace(f"libdevice.{function}(", f"own_{function}(").replace("@triton.jit", body, 1)
-        if left := sorted(set(re.findall(r"libdevice\.(\w+)\(", source))):
+        left = sorted(set(re.findall(r"libdevice\.(\w+)\(", source)))
+        if left:
             raise Unsupported(f"{name}: libdevice.{', '.join(left)}")
         self.fn = load(name, source, folder)
 
@@ -78,8 +79,11 @@ class Kernel:
         if len(args) > len(names):  # the grid of a template comes last
             self.fn[args[len(names) :]](*args[: len(names)])
             return
-        grid = tuple(-(-sizes.get(f"{axis}numel", 1) // BLOCKS[f"{axis.upper()}BLOCK"]) for axis in "xyz")
-        self.fn[grid](*args, **{n: BLOCKS[n] for n in names if n in BLOCKS})
+        grid = []
+        for axis in "xyz":
+            grid.append(-(-sizes.get(f"{axis}numel", 1) // BLOCKS[f"{axis.upper()}BLOCK"]))
+        blocks = {name: BLOCKS[name] for name in names if name in BLOCKS}
+        self.fn[tuple(grid)](*args, **blocks)
 
 
 class Library:
@@ -140,9 +144,12 @@ def largest_error(graph: Graph, program: Program, least: int) -> float:
         call = runner(program, Path(folder))
         found = call([laid_out(x, description) for x, description in zip(graph.given, graph.inputs)])
     expected = graph.results[:1] if graph.stage == "forward" else graph.results
-    floats = [(x, y) for x, y in zip(found, expected) if isinstance(y, Tensor) and y.is_floating_point()]
-    pairs = [(x, y) for x, y in floats if y.numel() >= least]
-    return max(((x - y).abs().max() / y.abs().max().clamp_min(1e-6)).item() for x, y in pairs)
+    errors = []
+    for x, y in zip(found, expected):
+        if isinstance(y, Tensor) and y.is_floating_point() and y.numel() >= least:
+            error = (x - y).abs().max() / y.abs().max().clamp_min(1e-6)
+            errors.append(error.item())
+    return max(errors)
 
 
 def laid_out(x: Any, description: Any) -> Any:
@@ -176,11 +183,18 @@ def verify(case: str, folder: Path) -> Iterator[dict[str, Any]]:
         with config.patch(split_reductions=False):  # programs of a split reduction wait for each other
             program = lower(graph, TARGETS["h100"], autotune="autotune" in options)
         (folder / f"{case} {graph.stage}.json").write_text(json.dumps(program.kernels))
-        row = {"case": case, "stage": graph.stage, "kernels": len(program.kernels), "library": program.cost.library}
+        row = {
+            "case": case,
+            "stage": graph.stage,
+            "kernels": len(program.kernels),
+            "library": program.cost.library,
+            "fallbacks": program.fallbacks,
+        }
         try:
-            yield {**row, "fallbacks": program.fallbacks, "error": largest_error(graph, program, least)}
+            row["error"] = largest_error(graph, program, least)
         except Unsupported as error:
-            yield {**row, "fallbacks": program.fallbacks, "unsupported": str(error)}
+            row["unsupported"] = str(error)
+        yield row
 
 
 if __name__ == "__main__":

@@ -65,11 +65,17 @@ def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
     module = GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     move(module)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = []
     with mode:
-        inputs = [
-            torch.empty_strided(*x[:2], dtype=x[2], device=DEVICE) if isinstance(x, tuple) else x for x in graph.inputs
-        ]
-    with pretend(target), config.patch({"compile_threads": 1, **(OWN_PRODUCTS if autotune else {})}):
+        for given in graph.inputs:
+            if isinstance(given, tuple):
+                size, stride, dtype = given
+                given = torch.empty_strided(size, stride, dtype=dtype, device=DEVICE)
+            inputs.append(given)
+    options = {"compile_threads": 1}
+    if autotune:
+        options |= OWN_PRODUCTS
+    with pretend(target), config.patch(options):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
         flops = flops_of(module)
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -81,7 +87,8 @@ def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
                 moved = sum(map(bytes_of, lowering.scheduler.nodes))
     code = getattr(code, "value", code)
     body = call_of(code)
-    kernels, fallbacks = kernels_of(code), re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
+    kernels = kernels_of(code)
+    fallbacks = re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
     cost = Cost(
         kernels=len(kernels),
         launches=len(re.findall(r"\btriton_\w+\.run\(", body)),
@@ -102,7 +109,8 @@ def bytes_of(node: BaseSchedulerNode) -> int:
     for its own products. Here, a kernel that reads a part of a buffer has the bytes of that part.
     """
     found = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-    parts, deps = dict[str, int](), set[Dep]()
+    parts: dict[str, int] = {}
+    deps: set[Dep] = set()
     for each in node.get_nodes():
         if isinstance(each.node, (ExternKernelOut, TritonTemplateBuffer)):
             for view in each.node.inputs:
@@ -111,8 +119,9 @@ def bytes_of(node: BaseSchedulerNode) -> int:
         elif isinstance(node, FusedSchedulerNode):
             deps |= each.read_writes.reads | each.read_writes.writes
     for dep in deps:
-        known = isinstance(dep, MemoryDep) and not dep.is_indirect()
-        size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize if known else found.get(dep.name, 0)
+        size = found.get(dep.name, 0)
+        if isinstance(dep, MemoryDep) and not dep.is_indirect():
+            size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize
         parts[dep.name] = parts.get(dep.name, 0) + size
     if node.is_template():
         found = {name: whole(name) for name in found}
@@ -137,11 +146,15 @@ def node_flops(node: Node) -> int:
 def operator_flops(operator: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     """Return the FLOPs of a call of an operator, 0 for one that is neither a product nor attention."""
     count = flop_registry.get(getattr(operator, "overloadpacket", operator))
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    if count is None:
+        return 0
+    return int(count(*args, **kwargs, out_val=out))
 
 
 def value_of(x: Any) -> Any:
-    return x.meta.get("val") if isinstance(x, Node) else x
+    if isinstance(x, Node):
+        return x.meta.get("val")
+    return x
 
 
 def move(module: torch.fx.GraphModule) -> None:
@@ -156,7 +169,9 @@ def move(module: torch.fx.GraphModule) -> None:
 
 
 def on_gpu(x: Any) -> Any:
-    return DEVICE if isinstance(x, torch.device) else x
+    if isinstance(x, torch.device):
+        return DEVICE
+    return x
 
 
 def kernels_of(code: str) -> dict[str, str]:
@@ -167,7 +182,14 @@ def kernels_of(code: str) -> dict[str, str]:
 def call_of(code: str) -> str:
     """Return the source of the function `call`, which launches the kernels of generated code."""
     start = code.rindex("\n", 0, code.index("def call(")) + 1
-    lines = code[start:].split("\n")
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    end = next((n for n, x in enumerate(lines) if n and x.strip() and len(x) - len(x.lstrip()) <= indent), len(lines))
-    return "\n".join(lines[:end])
+    first, *rest = code[start:].split("\n")
+    lines = [first]
+    for line in rest:
+        if line.strip() and indent_of(line) <= indent_of(first):
+            break
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
