@@ -120,18 +120,26 @@ def help_for(argv: list[str]) -> str | None:
 
 def as_called(text: str) -> str:
     """Return a text in which commands have the name by which they are called: `lion` if no run.sh is beside them."""
-    return text if IN_A_CLONE else text.replace("./run.sh", "lion").replace("run.sh ", "lion ")
+    if IN_A_CLONE:
+        return text
+    return text.replace("./run.sh", "lion").replace("run.sh ", "lion ")
 
 
 def usage(group: str = "") -> str:
     """Return the usage text of all commands, or of a group such as "bench "."""
-    calls = {} if group else {"./run.sh": " ".join(DEFAULT)}
+    calls = {}
+    if not group:
+        calls["./run.sh"] = " ".join(DEFAULT)
     for name, command in COMMANDS.items():
         if name.startswith(group):
             calls[f"./run.sh {name} {command.synopsis}".rstrip()] = command.help
     width = max(map(len, calls))
-    lines = ["usage:", *(f"  {call.ljust(width)}  {text}" for call, text in calls.items())]
-    return "\n".join(lines if group else [*lines, "", NOTES])
+    lines = ["usage:"]
+    for call, text in calls.items():
+        lines.append(f"  {call.ljust(width)}  {text}")
+    if not group:
+        lines += ["", NOTES]
+    return "\n".join(lines)
 
 
 def parse_command(argv: list[str]) -> tuple[str, list[str]]:

@@ -6,7 +6,7 @@ import json
 import random
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def images_of_path(path: Path, most: int, batch: int, seed: int, channels: int) 
     Raises:
         ConfigError: The path is neither a folder with images nor such a file.
     """
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() and any(path.glob("*.npy")):
         return images_of_samples(path, most, batch, seed)
     if path.is_dir():
         return images_of_folder(path, most, batch, seed, channels)
@@ -115,12 +115,16 @@ def images_of_path(path: Path, most: int, batch: int, seed: int, channels: int) 
 
 def images_of_folder(path: Path, most: int, batch: int, seed: int, channels: int) -> Pictures:
     """Return the image files of a folder at any depth, converted to `channels` (1: grey, otherwise RGB)."""
-    files = [f"{folder}/{name}" for folder, names in walk(path) for name in names]
-    files = [file for file in files if is_picture(file)]
+    files = []
+    for folder, names in walk(path):
+        for name in names:
+            if is_picture(f"{folder}/{name}"):
+                files.append(f"{folder}/{name}")
     if not files:
         raise ConfigError(f"{path}: no images in this folder")
     random.Random(seed).shuffle(files)
-    files, mode = files[:most], "L" if channels == 1 else "RGB"
+    files = files[:most]
+    mode = "L" if channels == 1 else "RGB"
 
     def read() -> Iterator[Tensor]:
         shape = None
@@ -130,17 +134,23 @@ def images_of_folder(path: Path, most: int, batch: int, seed: int, channels: int
                 some.append(pil_to_tensor(converted(open_or_explain(file), mode)))
                 shape = shape or some[0].shape
                 if some[-1].shape != shape:
-                    sizes = [" x ".join(map(str, s[1:])) for s in (some[-1].shape, shape)]
-                    raise ConfigError(
-                        f"{file}: {sizes[0]} pixels, but others are {sizes[1]}; all must have the same size"
-                    )
+                    here, there = size_of(some[-1].shape), size_of(shape)
+                    raise ConfigError(f"{file}: {here} pixels, but others are {there}; all must have the same size")
             yield torch.stack(some)
 
     return Pictures(path.name, len(files), None, read())
 
 
+def size_of(shape: Sequence[int]) -> str:
+    """Return the size of a picture (channels, height, width) as text."""
+    _, height, width = shape
+    return f"{height} x {width}"
+
+
 def converted(picture: Image.Image, mode: str) -> Image.Image:
-    return picture if picture.mode == mode else picture.convert(mode)
+    if picture.mode == mode:
+        return picture
+    return picture.convert(mode)
 
 
 def images_of_samples(path: Path, most: int, batch: int, seed: int) -> Pictures:
@@ -161,11 +171,13 @@ def images_of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
     """
     try:
         with np.load(path, allow_pickle=False) as held:
-            found = next((held[name] for name in held.files if fits(held[name])), None)
+            arrays = [held[name] for name in held.files]
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"{path}: not a readable array ({error})") from None
-    if found is None:
+    usable = [array for array in arrays if fits(array)]
+    if not usable:
         raise ConfigError(f"{path}: holds neither uint8 images (N, channels, height, width) nor features (N, D)")
+    found = usable[0]
     if found.ndim == 4 and found.shape[1] not in CHANNELS:
         found = found.transpose(0, 3, 1, 2)
     return images_in(found, path.stem, most, batch, seed)
@@ -256,9 +268,13 @@ class SampleCache:
             raise ConfigError(f"--keep: {folder} is not a folder of samples") from None
         if there is None and any(folder.iterdir()):
             raise ConfigError(f"--keep: {folder} holds other files")
-        held = about if there is None else there if isinstance(there, dict) else {}
-        if odd := next((name for name in about if held.get(name) != about[name]), None):
-            raise ConfigError(f"--keep: {folder} holds other samples, {odd} differs; use another folder")
+        if there is None:
+            there = about
+        if not isinstance(there, dict):
+            there = {}
+        for name, value in about.items():
+            if there.get(name) != value:
+                raise ConfigError(f"--keep: {folder} holds other samples, {name} differs; use another folder")
         save_json(path, about)
 
     def get(self, start: int, make: Any) -> Tensor:

@@ -93,20 +93,26 @@ def memory_of(model: Model, recipe: Recipe, mesh: Mesh, parallel: str, activatio
     With DDP, every GPU holds all weights, and a copy of the gradients in buckets. With FSDP2, it holds its share, and
     for a while the weights outside of blocks with their gradients, the weights of two blocks and the gradients of one.
     """
-    every, blocks = FLOAT * count_parameters(model), [FLOAT * count_parameters(unit) for unit in model.units()]
-    sharded = parallel == "fsdp"
-    own = every / mesh.gpus if sharded else every
-    buffers = 2 * (every - sum(blocks)) + 3 * max(blocks) if sharded else every
+    own = every = buffers = FLOAT * count_parameters(model)
+    if parallel == "fsdp":
+        blocks = [FLOAT * count_parameters(unit) for unit in model.units()]
+        own = every / mesh.gpus
+        buffers = 2 * (every - sum(blocks)) + 3 * max(blocks)
+    if mesh.gpus == 1:
+        buffers = 0
     moments = 2 if recipe.trainer.ema is None else 3
-    return Memory(own, own, own * moments, buffers if mesh.gpus > 1 else 0, activations)
+    return Memory(own, own, own * moments, buffers, activations)
 
 
 def time_of(recipe: Recipe, plan: Plan, mesh: Mesh, parallel: str, one: Pass, held: Memory) -> Time:
     """Return the time of a step whose micro-batches have the work `one`."""
-    gpus, passes, sharded = mesh.gpus, plan.accumulation, parallel == "fsdp"
-    every = held.weights * (gpus if sharded else 1)
-    # DDP sums the gradients once, in two rounds; FSDP2 gathers the weights twice in a pass and sums the gradients once
-    rounds = 2 * passes + 1 if sharded else 2
+    gpus = mesh.gpus
+    passes = plan.accumulation
+    every = held.weights
+    rounds = 2  # DDP sums the gradients once, in two rounds
+    if parallel == "fsdp":
+        every *= gpus
+        rounds = 2 * passes + 1  # the weights are gathered twice in a pass, and the gradients summed once
     gradients = transfer(rounds * every * (gpus - 1) / gpus, gpus, rounds * (gpus - 1).bit_length())
     states = transfer(one.received, mesh.sequence, one.calls * (mesh.sequence - 1).bit_length())
     return Time(
@@ -126,14 +132,19 @@ def rate(recipe: Recipe) -> float:
     """Return the FLOP/s of the products of a recipe on the GPU; TF32 has half the rate of bfloat16."""
     if recipe.trainer.precision == "bf16":
         return GPU.bf16
-    return GPU.fp32 if recipe.trainer.matmul == "highest" else GPU.bf16 / 2
+    if recipe.trainer.matmul == "highest":
+        return GPU.fp32
+    return GPU.bf16 / 2
 
 
 def largest(held: Memory, plan: Plan, batch: int) -> int:
     """Return the largest micro-batch, a divisor of the `batch` samples of a group, that fits a GPU; 0: none."""
     room = GPU.memory * 2**30 - held.state
-    fits = [m for m in range(1, batch + 1) if batch % m == 0 and m * held.activations / plan.micro <= room]
-    return max(fits, default=0)
+    found = 0
+    for micro in range(1, batch + 1):
+        if batch % micro == 0 and micro * held.activations / plan.micro <= room:
+            found = micro
+    return found
 
 
 def on_mesh(recipe: Recipe, mesh: Mesh) -> Recipe:
@@ -146,8 +157,12 @@ def on_mesh(recipe: Recipe, mesh: Mesh) -> Recipe:
 
 def meshes(asked: Mesh) -> list[Mesh]:
     """Return the mesh that was asked for, then all others of as many GPUs whose rows are shared within a node."""
-    others = [Mesh(asked.gpus // n, n) for n in range(1, NODE + 1) if asked.gpus % n == 0]
-    return [asked, *(other for other in others if other != asked)]
+    found = [asked]
+    for sequence in range(1, NODE + 1):
+        mesh = Mesh(asked.gpus // sequence, sequence)
+        if mesh.gpus == asked.gpus and mesh != asked:
+            found.append(mesh)
+    return found
 
 
 def describe_meshes(task: Task, recipe: Recipe, samples: int, asked: Mesh) -> str:
@@ -179,9 +194,11 @@ def rows_of(task: Task, recipe: Recipe, samples: int, mesh: Mesh) -> list[list[s
     Raises:
         ConfigError: The batch or the model does not allow this mesh.
     """
-    plan, model = make_plan(recipe, samples=samples, world=mesh.gpus), build_on_meta(task, recipe.model)
+    plan = make_plan(recipe, samples=samples, world=mesh.gpus)
+    model = build_on_meta(task, recipe.model)
     check_sharing(recipe, model, mesh.gpus)
-    one, rows = count_pass(task, recipe, plan.micro, mesh.sequence), []
+    one = count_pass(task, recipe, plan.micro, mesh.sequence)
+    rows = []
     activations = activation_bytes(task, recipe, plan.micro, mesh.sequence)
     for parallel in PARALLEL:
         held = memory_of(model, recipe, mesh, parallel, activations)

@@ -374,7 +374,7 @@ def bench_gpu(argv: list[str]) -> Namespace:
     parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
     parser.add_argument("--form", nargs="+", choices=GPU_FORMS, default=list(GPU_FORMS), help="forms of operators")
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
-    parser.add_argument("--target", choices=GPUS, default="h100")
+    parser.add_argument("--target", choices=GPUS, help="GPU of the estimates (default: h100)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of operators")
     parser.add_argument("--batch", type=count, help="default: 4 samples of an operator, else many tokens")
     parser.add_argument("--heads", type=count, default=6, help="heads of operators")
@@ -390,8 +390,12 @@ def bench_gpu(argv: list[str]) -> Namespace:
     for name in ("rounds", "kernels", "autotune"):
         if getattr(args, name) and not args.clock:
             raise ConfigError(f"--{name}: nothing is timed, add --clock")
+    for name in ("target", "compile", "against"):
+        if getattr(args, name) and args.clock:
+            raise ConfigError(f"--{name}: belongs to estimates, leave out --clock")
     args.rounds = args.rounds or 9
     args.kernels = args.kernels or "graph"
+    args.target = args.target or "h100"
     return args
 
 

@@ -55,29 +55,33 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
     sharing = check_sharing(recipe, model, processes)
     parameters = count_parameters(model)
     c = recipe.trainer
-    softmax, rnn = (flops / 1e6 for flops in published_flops(model.length, recipe.model.dim))
+    softmax, rnn = published_flops(model.length, recipe.model.dim)
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     teacher = getattr(recipe.task, "teacher", None)
-    flops = f"{digits(softmax)} MFLOP per layer and sample with softmax, {digits(rnn)} as an RNN, in one head (C.12)"
     yield f"{dump_recipe(recipe)}\n{open_settings(recipe)}\n"
-    yield table(
-        ("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
-        ("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
-        *([("teacher", f"{teacher}; its time and memory are not counted")] if teacher else []),
-        ("data", describe_store(recipe, note)),
-        ("training samples", f"{samples:,}{'' if note is None else ' (published, or an estimate)'}"),
+    known = "" if note is None else " (published, or an estimate)"
+    flops = f"{digits(softmax / 1e6)} MFLOP per layer and sample with softmax, {digits(rnn / 1e6)} as an RNN"
+    lines = [
+        fact("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),
+        fact("model", f"{recipe.model.mixer}, {parameters:,} parameters"),
+        fact("data", describe_store(recipe, note)),
+        fact("training samples", f"{samples:,}{known}"),
         length(plan),
-        ("batch", describe_batch(plan, processes, sharing)),
-        ("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
-        ("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
-        ("attention", flops),
-    )
-    if doubted := doubts(recipe, plan):
-        yield table(*(("warning", text) for text in doubted))
+        fact("batch", describe_batch(plan, processes, sharing)),
+        fact("learning rate", f"{recipe.optim.peak(c.batch_size):g} at its peak, {describe_warmup(plan)}"),
+        fact("run folder", f"{recipe.folder}, {describe_checkpoints(recipe, model)}"),
+        fact("attention", f"{flops}, in one head (C.12)"),
+    ]
+    if teacher:
+        lines.insert(2, fact("teacher", f"{teacher}; its time and memory are not counted"))
+    yield "\n".join(lines)
+    warnings = [fact("warning", doubt) for doubt in doubts(recipe, plan)]
+    if warnings:
+        yield "\n".join(warnings)
     if mesh is None:
         activations = activation_bytes(task, recipe, plan.micro, sharing)
-        yield table(("memory", describe_memory(state, activations, plan)))
-        yield table(("time", describe_time(task, recipe, plan, state, activations)))
+        yield fact("memory", describe_memory(state, activations, plan))
+        yield fact("time", describe_time(task, recipe, plan, state, activations))
     if note is not None:
         yield f"note: {note}"
     if mesh is not None:
@@ -86,9 +90,9 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
         yield "estimated with model.attention.score_dropout=0, which a run that shares rows needs"
 
 
-def table(*facts: tuple[str, str]) -> str:
-    """Return a line for each pair of a name and its value."""
-    return "\n".join(f"{name.ljust(len('training samples'))}  {value}" for name, value in facts)
+def fact(name: str, value: str) -> str:
+    """Return a line with a name and its value."""
+    return f"{name.ljust(len('training samples'))}  {value}"
 
 
 def describe_store(recipe: Recipe, note: str | None) -> str:
@@ -97,11 +101,17 @@ def describe_store(recipe: Recipe, note: str | None) -> str:
     if note is None:
         return described
     source = open_data(recipe)
-    fetched, written = source.download, source.disk()
-    parts = [f"{gigabytes(fetched)} to download"] if fetched else []
-    parts += [f"about {gigabytes(written)} to write"] if written else []
-    free = shutil.disk_usage(next(p for p in (data_root(), *data_root().parents) if p.is_dir())).free
-    return f"{described}; {' and '.join(parts) or 'not on this machine'}, {gigabytes(free)} free under {data_root()}"
+    parts = []
+    if source.download:
+        parts.append(f"{gigabytes(source.download)} to download")
+    written = source.disk()
+    if written:
+        parts.append(f"about {gigabytes(written)} to write")
+    place = data_root().absolute()
+    while not place.is_dir():
+        place = place.parent
+    free = gigabytes(shutil.disk_usage(place).free)
+    return f"{described}; {' and '.join(parts) or 'not on this machine'}, {free} free under {data_root()}"
 
 
 def describe_memory(state: float, activations: float, plan: Plan) -> str:
@@ -120,28 +130,36 @@ def describe_checkpoints(recipe: Recipe, model: Model) -> str:
 
 def gigabytes(size: float) -> str:
     """Format a number of bytes in decimal units: 327 GB, 0.19 GB, 1.1 MB."""
-    return f"{digits(size / 1e9)} GB" if size >= 1e8 else f"{digits(size / 1e6)} MB"
+    if size >= 1e8:
+        return f"{digits(size / 1e9)} GB"
+    return f"{digits(size / 1e6)} MB"
 
 
-def length(plan: Plan) -> tuple[str, str]:
-    """Return (name, description) of the length of a run: its time, or its steps and epochs."""
+def length(plan: Plan) -> str:
+    """Return the line on the length of a run: its time, or its steps and epochs."""
     if plan.total is None:
         more = f"as many steps as fit; an epoch is {plan.steps_per_epoch:,} steps of the full batch"
-        return "length", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}"
+        return fact("length", f"{plan.trainer.time} of training, without compilation, evaluation and saving: {more}")
     epochs = plan.samples / (plan.steps_per_epoch * plan.trainer.batch_size)
-    return "steps", f"{plan.total:,} = {digits(epochs)} epochs of {plan.steps_per_epoch:,}"
+    return fact("steps", f"{plan.total:,} = {digits(epochs)} epochs of {plan.steps_per_epoch:,}")
 
 
 def open_settings(recipe: Recipe) -> str:
     """Return, as lines of comments, the settings that the recipe leaves open, with the values that the model gets."""
-    asked, built = (flatten(to_dict(c)) for c in (recipe.model, recipe.model.resolved()))
-    open_ = {key: value for key, value in built.items() if asked.get(key) is None and value is not None}
-    lines = [f"#   model.{key}: {json.dumps(value)}" for key, value in open_.items()]
-    return "\n".join(["# the recipe leaves these settings open; the model is built with", *lines, ""])
+    asked = flatten(to_dict(recipe.model))
+    built = flatten(to_dict(recipe.model.resolved()))
+    text = "# the recipe leaves these settings open; the model is built with\n"
+    for key, value in built.items():
+        if asked.get(key) is None and value is not None:
+            text += f"#   model.{key}: {json.dumps(value)}\n"
+    return text
 
 
 def describe_batch(plan: Plan, processes: int, sharing: int) -> str:
     """Describe how the samples of a batch, and the tokens of a row, are divided among processes."""
-    groups = f"{processes} processes" if sharing == 1 else f"{processes // sharing} groups of {sharing} processes"
-    rows = "" if sharing == 1 else "; the processes of a group share the tokens of each row"
-    return f"{plan.trainer.batches()} = {groups} x {plan.accumulation} accumulated x {plan.micro}{rows}"
+    samples = f"{plan.accumulation} accumulated x {plan.micro}"
+    if sharing == 1:
+        return f"{plan.trainer.batches()} = {processes} processes x {samples}"
+    groups = f"{processes // sharing} groups of {sharing} processes"
+    shared = "the processes of a group share the tokens of each row"
+    return f"{plan.trainer.batches()} = {groups} x {samples}; {shared}"

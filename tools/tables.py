@@ -16,7 +16,7 @@ def fill(columns: Mapping[str, Cell], rows: Sequence[Any]) -> Table:
     cells: list[list[str]] = [[] for _ in rows]
     for heading, cell in columns.items():
         values = [cell(row) for row in rows]
-        if values.count(None) == len(values):
+        if rows and values.count(None) == len(rows):
             continue
         header.append(heading)
         for line, value in zip(cells, values):

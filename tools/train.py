@@ -42,6 +42,7 @@ from lion.runs import (
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks import Task
+from lion.tasks.base import to_device
 from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
 from lion.trainer.loader import eval_batches
@@ -234,25 +235,27 @@ def check_own(task: Task, name: str, model: Model, splits: Splits) -> None:
     Raises:
         ConfigError: A split has no samples, or the loss of its first samples cannot be computed.
     """
-    kept = random_state()
-    training = model.training
-    model.eval()
+    device = next(model.parameters()).device
     for split, data in (("train", splits.train), ("val", splits.val)):
         if not len(data):
             raise ConfigError(f"splits.{split}: no samples")
         first = range(min(2, len(data)))
+        kept = random_state()
+        training = model.training
+        model.eval()
         try:
             for batch in eval_batches(data, seed=0, split=split, batch=2, chosen=first, collate=splits.collate):
                 with torch.no_grad():
-                    task.loss(model, batch)
+                    task.loss(model, to_device(batch, device))
         except Exception as error:  # a data set can raise any exception
             about = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(
                 f"splits.{split}: the loss of its first samples cannot be computed ({about}); task {name!r} "
                 f"reads batches of {', '.join(task.example(1, 'cpu'))}"
             ) from error
-    model.train(training)
-    restore_random_state(kept)
+        finally:
+            model.train(training)
+            restore_random_state(kept)
 
 
 def recipe_of(recipe: Recipe | str | Path, overrides: dict[str, Any], *, own_data: bool) -> Recipe:

@@ -62,10 +62,14 @@ def json_rows(path: Path) -> Iterator[dict[str, Any]]:
             while first.isspace():
                 first = file.read(1)
             file.seek(0)
-            rows = enumerate(json.load(file), 1) if first == "[" else json_lines(path, file)
+            unit = "line"
+            rows = json_lines(path, file)
+            if first == "[":
+                unit = "row"
+                rows = enumerate(json.load(file), 1)
             for number, row in rows:
                 if not isinstance(row, dict):
-                    raise ConfigError(f"{path}, row {number}: expected a JSON object, got {str(row)[:40]!r}")
+                    raise ConfigError(f"{path}, {unit} {number}: expected a JSON object, got {str(row)[:40]!r}")
                 yield row
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON lines in UTF-8 with one object per line ({error})") from None

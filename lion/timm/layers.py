@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, ClassVar, TypeVar
@@ -25,10 +26,10 @@ PASSED = {"qkv_bias": "qkv_bias", "score_dropout": "attn_drop"}  # settings that
 SHARED = ("qkv", "proj", "q_norm", "k_norm", "proj_drop", "place")  # parts that are the same in all directions
 
 
-class Made(type):
+class Made(ABCMeta):
     """The type of the classes that `attention` makes; pickle makes them again, because they have no place in a module.
 
-    timm keeps the class `attn_layer` in a model.
+    timm keeps the class `attn_layer` in a model. Subclasses may be abstract.
     """
 
 

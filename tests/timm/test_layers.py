@@ -1,5 +1,6 @@
 """Tests of the attention layers for timm: their values are those of our layers; masks that do not fit are refused."""
 
+import abc
 import copy
 import importlib
 import pickle
@@ -152,6 +153,10 @@ def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
     assert room.attention("lion_s", scans=scans) is room.attention("lion_s", scans=tuple(scans))
     for kind in (room.attention("gla", form="chunk"), room.LionAttention, TimmAttention):
         assert pickle.loads(pickle.dumps(kind)) is kind  # timm keeps the class in a model
+
+    class Abstract(room.LionAttention, abc.ABC):
+        """Check that a subclass may be abstract."""
+
     layer = room.attention("gla", form="chunk")(DIM, HEADS)
     x = torch.randn(1, LENGTH, DIM)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):

@@ -308,6 +308,19 @@ def test_markdown_and_table(tmp_path):
     assert "chunk 8*" in report.terminal()
 
 
+def test_rows_that_another_command_has_removed_are_not_printed(tmp_path):
+    report = report_of(tmp_path, (row(), row(128)))
+    report.write()
+    other = OpsReport(tmp_path).load(fresh=True)
+    other.add(JOB.about() | RATES, "rates")
+    other.add(row(256))
+    other.write()
+    report.add(row(512))
+    report.write()
+    assert [each["length"] for each in report.new_rows()] == [512]
+    assert "512" in report.terminal()
+
+
 def test_images_need_matplotlib(tmp_path, monkeypatch):
     rows = (row(128, 0.5), row(), sdpa(), sdpa(length=128), row(form="full", chunk_size=None))
     report = report_of(tmp_path, rows)

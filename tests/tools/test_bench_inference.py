@@ -68,6 +68,14 @@ def test_a_model_at_another_size_keeps_its_weights(run):
     assert inference.build(loaded, 8, SOFTMAX)[1].config.readout == "cls"
 
 
+def test_sizes_of_text_are_not_its_tokens(tmp_path):
+    """Check the column of sizes of a causal model, which reads one token less."""
+    row = {"run": "r", "unit": "tokens", "size": 257, "tokens": 256, "form": "softmax", "chunk_size": None, "ms": 1.0}
+    row |= {"ratio": 1.0, "peak_bytes": 0, "mixer_bytes": 0, "matrix_bytes": 1, "mixer": "softmax"}
+    header, (cells,) = inference.InferenceReport(tmp_path).tabled([row])
+    assert dict(zip(header, cells)) | {"size": "257", "tokens": "256"} == dict(zip(header, cells))
+
+
 VARIANTS = (FULL, Variant("chunk", 8), Variant("rnn", 4), Variant("blockwise", 8))
 
 

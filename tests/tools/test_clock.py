@@ -61,7 +61,10 @@ def test_the_table_compares_times_with_estimates():
         "tokens": "197",
         "batch": "12",
         "us": "600",
+        "estimate": "-",
+        "x estimate": "-",
         "x softmax": "3.00",
+        "estimated": "-",
         "no graphs": "2,000",
         "peak / q": "20.0",
     }
@@ -106,4 +109,5 @@ def test_what_it_refuses(capsys, monkeypatch):
         (["lion_s"], "no GPU found; ./run.sh bench gpu estimates without one"),
     ):
         assert message in refuse(capsys, "bench", "gpu", "--clock", *argv)
+    assert "--target: belongs to estimates" in refuse(capsys, "bench", "gpu", "--clock", "--target", "a100")
     assert "--kernels: nothing is timed, add --clock" in refuse(capsys, "bench", "gpu", "--kernels", "triton")

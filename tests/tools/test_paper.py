@@ -366,6 +366,20 @@ def test_the_overview_begins_with_contradictions_beside_the_papers_difference(tm
     assert "Of 1: " in questions
 
 
+def test_a_page_without_runs_has_its_tables(tmp_path):
+    text = page_of(tmp_path, table(claims=[["a", "b"]]), {})
+    assert "|claim|table|data|here|paper|p|verdict|smallest visible|parameters|note|" in text
+
+
+def test_runs_stand_in_the_order_of_their_seeds(tmp_path):
+    made = table()
+    store = filled(tmp_path, made, STEADY)
+    first = next(iter(store.rows.values()))
+    store.add(dict(first))  # stored again, as with the scores on GLUE
+    for own in results_of(made, cells("t", made, "mini"), store).runs.values():
+        assert list(own) == sorted(own)
+
+
 def test_solved_runs_are_counted_where_rows_have_noise_of_their_own(tmp_path):
     values = {"a": {0: 0.995, 1: 1.0, 2: 0.5}, "b": {0: 0.3, 1: 0.4, 2: 0.989}}
     text = page_of(tmp_path, table(noise="own", claims=[["a", "b"]]), values)

@@ -7,6 +7,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -72,17 +73,24 @@ class ClockReport(Report):
     key = (*SETTING, *CALL, *LATER)
     later = LATER
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.counted: list[Row] = []  # estimates
+
     def line(self, row: Row) -> str:
         return f"{1e6 * row[GRAPH]['seconds']:,.0f} us, {row[GRAPH]['ratio']:.2f} x softmax"
 
     def title(self, row: Row) -> str:
         return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}"
 
+    def load(self, fresh: bool = False) -> ClockReport:
+        self.counted = list(GpuReport(self.path.parent).load().rows.values())
+        return super().load(fresh)
+
     def tabled(self, rows: list[Row]) -> Table:
-        counted = GpuReport(self.path.parent).load().rows.values()
         found = []
         for row in sorted(rows, key=order):
-            found.append(row | {"estimate": estimate(row, counted)})
+            found.append(row | {"estimate": estimate(row, self.counted)})
         return fill(COLUMNS, found)
 
 
@@ -221,21 +229,21 @@ def form_cell(row: Row) -> str:
     return text
 
 
-def estimate_cell(row: Row) -> str | None:
+def estimate_cell(row: Row) -> str:
     if not row["estimate"]:
-        return None
+        return "-"
     return f"{1e6 * row['estimate']['seconds']:,.0f}"
 
 
-def error_cell(row: Row) -> str | None:
+def error_cell(row: Row) -> str:
     if not row["estimate"]:
-        return None
+        return "-"
     return f"{row[GRAPH]['seconds'] / row['estimate']['seconds']:.2f}"
 
 
-def ratio_cell(row: Row) -> str | None:
+def ratio_cell(row: Row) -> str:
     if not row["estimate"]:
-        return None
+        return "-"
     return f"{row['estimate']['seconds'] / row['estimate']['softmax']:.2f}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -74,10 +75,14 @@ class Report(Store):
             parts += self.section(rows)
         return "\n\n".join(parts) + "\n"
 
+    def new_rows(self) -> list[Row]:
+        """Return the rows of this command, without those that another command with --fresh has removed meanwhile."""
+        return [self.rows[key] for key in self.new if key in self.rows]
+
     def terminal(self) -> str:
         """Return the rows of this command as text."""
         parts = []
-        for rows in grouped([self.rows[key] for key in self.new], self.setting):
+        for rows in grouped(self.new_rows(), self.setting):
             header, cells = self.tabled(rows)
             parts.append(f"{self.title(rows[0])}\n{table(header, cells)}")
         return "\n\n".join(parts)
@@ -108,13 +113,14 @@ def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Sen
         The exit status: 1 if a job failed or nothing was measured, else 0.
     """
     failed = False
+    begun = 0.0  # of the current job
 
     def receive(message: Row) -> None:
         nonlocal failed
         kind = message["kind"]
         if kind == "row":
             report.add(message["row"])
-            say(f"  {report.line(message['row'])}")
+            say(f"  {report.line(message['row'])} ({time.perf_counter() - begun:.0f} s)")
         elif kind == "write":
             report.write()
         else:
@@ -126,6 +132,7 @@ def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Sen
     run = in_a_process if apart else in_this_process
     try:
         for place, (name, job) in enumerate(jobs.items(), 1):
+            begun = time.perf_counter()
             say(f"[{place}/{len(jobs)}] {name}")
             try:
                 problem = run(measure, job, receive)

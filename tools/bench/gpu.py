@@ -175,8 +175,8 @@ def step_row(name: str, args: argparse.Namespace, command: str) -> Row:
     length = build_on_meta(task, recipe.model).length
     batch = args.batch or max(1, round(TOKENS / length))
     target = TARGETS[args.target]
-    step = trace_step(recipe, task, batch)
     beside = dataclasses.replace(recipe, model=softmax_beside(recipe.model, args.against, task))
+    step = trace_step(recipe, task, batch)
     softmax = trace_step(beside, task, batch)
     row = {
         "kind": "step",

@@ -119,7 +119,8 @@ class InferenceReport(Report):
     def tabled(self, rows: list[Row]) -> Table:
         """Return the table of the rows, ordered by size; forms stay in the order in which they were measured."""
         softmax = {row["size"]: row["mixer_bytes"] for row in rows if row["form"] == SOFTMAX}
-        columns = {rows[0]["unit"]: lambda row: str(row["size"]), **COLUMNS}
+        unit = rows[0]["unit"]
+        columns = {"size" if unit in COLUMNS else unit: lambda row: str(row["size"]), **COLUMNS}
         columns["x SDPA"] = lambda row: share(row["mixer_bytes"], softmax.get(row["size"]))
         columns["of a matrix"] = lambda row: share(row["mixer_bytes"], row["matrix_bytes"])
         if any("dim" in row for row in rows):

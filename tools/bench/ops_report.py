@@ -101,7 +101,7 @@ class OpsReport(Report):
 
     def terminal(self) -> str:
         """Return the rows of this command and their crossovers as text."""
-        rows = sorted((self.rows[key] for key in self.new), key=order)
+        rows = sorted(self.new_rows(), key=order)
         parts = [f"{title(rows[0])}, torch {rows[0]['torch']}", self.rates_line(rows[0])]
         for name, text in PASSES.items():
             some = of_pass(rows, name)

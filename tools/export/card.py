@@ -110,8 +110,9 @@ def usage(auto: str, task: str, grey: bool, folder: Path) -> str:
         example = '"A first sentence.", "A second one."'
     reads = "from PIL import Image\n" if task == "image-classification" else ""
     example = example.format(mode="L" if grey else "RGB")
-    call = "ids = model.generate(**inputs, max_new_tokens=20)"
-    call = call if task == "text-generation" else "logits = model(**inputs).logits"
+    call = "logits = model(**inputs).logits"
+    if task == "text-generation":
+        call = "ids = model.generate(**inputs, max_new_tokens=20)"
     return (
         f"{reads}from transformers import {auto}, {prepare}\n\n"
         f'model = {auto}.from_pretrained("FOLDER", trust_remote_code=True)\n'
@@ -135,13 +136,11 @@ def usage_of_ids(auto: str, run: LoadedRun) -> str:
 def results(summary: dict[str, Any], metric: Any, split: str, value: float) -> str:
     """Return the results in every form as text; of a run that was not evaluated, the best result in training."""
     if "forms" in summary:
-        rows = [{**row, "form": name.split("_")[0]} for name, row in summary["forms"].items()]
+        rows = [row | {"form": name.split("_")[0]} for name, row in summary["forms"].items()]
         return f"On {split}, in every form:\n\n```\n{as_table(rows, metric)}\n```\n"
-    return (
-        "Not evaluated.\n"
-        if not math.isfinite(value)
-        else f"{split} {metric.title} {metric.text(value)}, best in training.\n"
-    )
+    if not math.isfinite(value):
+        return "Not evaluated.\n"
+    return f"{split} {metric.title} {metric.text(value)}, best in training.\n"
 
 
 def environment(folder: Path) -> list[tuple[str, str]]:
@@ -152,7 +151,9 @@ def environment(folder: Path) -> list[tuple[str, str]]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the contents of a JSON file of a run; empty if there is none."""
+    if not path.exists():
+        return {}
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text())
     except ValueError:
         raise ConfigError(f"{path}: not JSON") from None

@@ -38,7 +38,7 @@ def scores_table(
     for (name, recipe), scores in joined.items():
         means = {task: statistics.mean(values) for task, values in scores.items()}
         weights = counts.get((name, recipe)) or default_counts(recipe)
-        average = None
+        average = "-"
         if len(means) == len(tasks):
             own = [weights.get(task, 1) for task in means]
             average = hundredths(statistics.fmean(means.values(), own))

@@ -46,7 +46,10 @@ class Step:
 
     @property
     def graphs(self) -> list[Graph]:
-        return [graph for graphs, _ in self.blocks for graph in graphs]
+        found: list[Graph] = []
+        for graphs, _ in self.blocks:
+            found += graphs
+        return found
 
     def costs(self, target: Target) -> dict[str, Cost]:
         """Return the cost of all blocks by stage, and the cost `around` them."""
@@ -54,12 +57,13 @@ class Step:
         for graphs, n in self.blocks:
             for graph in graphs:
                 found[graph.stage] += lower(graph, target).cost * n
-        return {**found, "around": self.around}
+        return found | {"around": self.around}
 
 
 def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
     """Trace a training step on `batch` samples, in the recipe's precision."""
-    mode, precision = FakeTensorMode(allow_non_fake_inputs=True), recipe.trainer.precision
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    precision = recipe.trainer.precision
     device = torch.device("cpu")
     example = tree_map(mode.from_tensor, task.example(batch, device))
     model = fake_module(task.build_model(recipe.model), mode)
@@ -114,7 +118,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def as_leaf(x: Any) -> Any:
-    return x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().requires_grad_(x.requires_grad)
 
 
 class _StandIn(torch.autograd.Function):
@@ -141,13 +147,14 @@ class Counter(TorchDispatchMode):
         name = func.overloadpacket._qualified_op_name.partition("::")[2]
         if name == "_local_scalar_dense":  # fake numbers have no value: 0.5 for numbers drawn on the CPU, as in MixUp
             return 0.5 if args[0].dtype.is_floating_point else True  # checks pass; a GPU does not wait for them
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if func.is_view or name.startswith(FREE):
             return out
-        read = tensors_of((args[1:] if name in OVERWRITING else args, kwargs))
-        written = tensors_of(changed(func, args, kwargs or {}) or out)
-        flops = operator_flops(func, args, kwargs or {}, out)
-        moved = sum(x.numel() * x.itemsize for x in (*read, *written))
+        used = args[1:] if name in OVERWRITING else args
+        crossed = tensors_of((used, kwargs)) + tensors_of(changed(func, args, kwargs) or out)
+        flops = operator_flops(func, args, kwargs, out)
+        moved = sum(x.numel() * x.itemsize for x in crossed)
         self.cost += Cost(launches=int(not flops), library=int(bool(flops)), moved=moved, flops=flops)
         return out
 
@@ -157,10 +164,14 @@ def changed(func: Any, args: tuple, kwargs: dict) -> list[Any]:
 
     Fused optimizers declare gradients, too, but write them only if they are scaled.
     """
-    schema = func._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, args)} | kwargs
-    names = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write and a.name != "grads"]
-    return [given[name] for name in names if name in given]
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args)) | kwargs
+    found = []
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and argument.name != "grads" and argument.name in given:
+            found.append(given[argument.name])
+    return found
 
 
 @contextlib.contextmanager

@@ -167,15 +167,14 @@ def states(fig: Any, part: Part) -> None:
     """Plot mean and 95 % interval of each row by the size of its state, a line for each mixer."""
     ax = fig.subplots()
     recipes = {cell.row: cell.recipe for cell in part.cells}
-    lines: dict[str, dict[int, list[float]]] = {}  # by mixer and size
+    lines: dict[str, list[tuple[int, list[float]]]] = {}  # size and values of each row, by mixer
     for row, values in part.results.values.items():
         if values:
             size = state_numbers(recipes[row])
-            lines.setdefault(mixer_of(row), {})[size] = list(values.values())
+            lines.setdefault(mixer_of(row), []).append((size, list(values.values())))
     ticks: set[int] = set()
     for marker, (mixer, found) in zip(MARKERS, lines.items()):
-        x = sorted(found)
-        y = [found[size] for size in x]
+        x, y = zip(*sorted(found))
         look = {"fmt": f"{marker}-", "capsize": 3, "color": colour_of(mixer), "markerfacecolor": "none"}
         ax.errorbar(x, list(map(statistics.mean, y)), errors(part, y), label=mixer, **look)
         ticks.update(x)

@@ -141,7 +141,7 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
     data = max(marks, key=marks.count, default=None)
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
     for name, own in found.items():
-        runs[name] = {seed: row for seed, row in own.items() if row["data"] == data}
+        runs[name] = {seed: row for seed, row in sorted(own.items()) if row["data"] == data}
     split = split_of(runs)
     values: dict[str, dict[int, float]] = {name: {} for name in runs}
     if places:

@@ -243,7 +243,7 @@ def shared_places(runs: list[Row]) -> tuple[list[float], list[list[float]]]:
     """Return the places of the curves that all runs have, and the values of the runs at each of them."""
     found: dict[float, list[float]] = {}
     for run in runs:
-        for place, value in run["curve"]:
+        for place, value in dict(run["curve"]).items():  # of several values at a place, the last
             found.setdefault(place, []).append(value)
     places = sorted(place for place, values in found.items() if len(values) == len(runs))
     return places, [found[place] for place in places]
