@@ -46,7 +46,12 @@ def stored_recipe(folder: Path) -> dict[str, Any]:
 def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
     """Load a run: build its model with the weights of checkpoint `best` or `last`, in evaluation mode on the CPU."""
     folder = find_run(run)
-    recipe, task, state = read_run(folder, checkpoint)
+    return open_folder(folder, load_recipe(folder / RECIPE), checkpoint=checkpoint, ema=ema)
+
+
+def open_folder(folder: Path, recipe: Recipe, *, checkpoint: str = "best", ema: bool = False) -> LoadedRun:
+    """Load the run in a folder, whose recipe is loaded."""
+    task, state = read_run(folder, recipe, checkpoint)
     weights = state["model"]
     kind = "weights"
     if ema:
@@ -61,16 +66,15 @@ def open_run(run: str | Path, *, checkpoint: str = "best", ema: bool = False) ->
     return LoadedRun(folder, recipe, task, model.eval(), rest, ema)
 
 
-def read_run(folder: Path, checkpoint: str) -> tuple[Recipe, Task, dict[str, Any]]:
-    """Load the recipe of a run, the task for its data, and a checkpoint."""
-    recipe = load_recipe(folder / RECIPE)
+def read_run(folder: Path, recipe: Recipe, checkpoint: str) -> tuple[Task, dict[str, Any]]:
+    """Load a checkpoint of a run, and the task for its data."""
     state = read_checkpoint(folder, checkpoint)
     kind = TASKS[recipe.task.name]
     try:
         info = kind.Info.from_dict(state["info"])
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder}: its {checkpoint!r} checkpoint has no valid description of its data") from error
-    return recipe, kind(recipe.task, info), state
+    return kind(recipe.task, info), state
 
 
 def read_checkpoint(folder: Path, kind: str) -> dict[str, Any]:
@@ -160,8 +164,9 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
         ConfigError: There is no such run, its data do not allow transfer, or fewer than half of the tensors fit.
     """
     folder = find_run(run)
-    recipe, task, state = read_run(folder, "best")
-    if not issubclass(type(info), type(task.info)) and not issubclass(type(task.info), type(info)):
+    recipe = load_recipe(folder / RECIPE)
+    task, state = read_run(folder, recipe, "best")
+    if not isinstance(info, type(task.info)) and not isinstance(task.info, type(info)):
         kinds = f"a run of task {recipe.task.name!r} on {task.info.kind}, here are {info.kind}"
         raise ConfigError(f"init_from: {run} is {kinds}")
     info.check_transfer(f"init_from: {run}", state["info"])

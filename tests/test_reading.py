@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
     "lion/ops": Reading(47_300, 12, 5.9),
     "lion/layers": Reading(39_600, 12, 9.9),
-    "lion": Reading(165_410, 10, 6.2),
+    "lion": Reading(165_460, 10, 6.2),
     "data": Reading(49_140, 11, 14.7),
     "tools": Reading(116_300, 9, 10.5),
 }

@@ -19,26 +19,23 @@ from lion.evaluation.choices import MultipleChoice, interval
 from lion.evaluation.forms import form_label, forms_to_measure, measure
 from lion.evaluation.questions import Choices, Question, encode, read_questions
 from lion.layers.mixers.base import forms_of
-from lion.recipe_files import find_run
-from lion.runs import open_run
 from lion.tasks.causal_lm import CausalLM
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools.cli import choose_form
-from tools.compose import check_finite, check_tokenizer, open_data, resolve_run
+from tools.compose import check_finite, check_tokenizer, open_data, open_with_data
 from tools.tables import Cell, fill, table
 
 
 def evaluate_choices(args: Namespace) -> int:
     """Run the command `./run.sh eval RUN --choices FILE`."""
     questions = read_questions(args.choices)
-    recipe = resolve_run(find_run(args.run), args.overrides)
-    loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    loaded = open_with_data(args.run, args.overrides, checkpoint=args.checkpoint, ema=args.ema)
+    recipe = loaded.recipe
     model = loaded.model
     if not isinstance(loaded.task, CausalLM):
         raise ConfigError(f"--choices: {loaded.folder} is of task {recipe.task.name!r}, expected a run of causal_lm")
-    if args.form != "all":
-        choose_form(model, args.form)
+    choose_form(model, args.form)
     tokenizer = open_data(recipe, loaded.folder).tokenizer
     check_tokenizer(tokenizer, loaded.task.info, loaded.folder)
     rows, cut = encode(questions, tokenizer, model.longest)

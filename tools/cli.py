@@ -139,12 +139,12 @@ def file_name(text: str) -> str:
 
 
 def choose_form(model: nn.Module, form: str | None, chunk_size: int | None = None) -> None:
-    """Set the form of a model from the options `--form` and `--chunk-size`; without a form, it keeps its own.
+    """Set the form of a model from the options `--form` and `--chunk-size`; without one form, it keeps its own.
 
     Raises:
         ConfigError: The model does not have the form, or does not take the chunk size.
     """
-    if form is None:
+    if form in (None, "all"):
         return
     from lion.layers.mixers.base import set_form  # imports PyTorch; a bad command line is refused without it
 

@@ -22,7 +22,7 @@ from lion.config import ConfigError
 from lion.progress import announced
 from lion.recipe import Recipe, free_keys, load_recipe
 from lion.recipe_files import RECIPE, find_run
-from lion.runs import LoadedRun, stored_recipe
+from lion.runs import LoadedRun, open_folder, stored_recipe
 from lion.samples.base import Info, Splits
 from lion.samples.text import OtherVocabulary, TextInfo
 from lion.tasks import TASKS, Task
@@ -96,6 +96,14 @@ def resolve_run(folder: Path, overrides: Iterable[str] = ()) -> Recipe:
         if item.partition("=")[0] not in free:
             raise ConfigError(f"{item!r}: the recipe of a run is fixed, only {', '.join(free)} may be overridden")
     return recipe
+
+
+def open_with_data(
+    run: str | Path, overrides: Iterable[str] = (), *, checkpoint: str = "best", ema: bool = False
+) -> LoadedRun:
+    """Load a run as `lion.runs.open_run` does, and check the `data` section of its recipe, see `resolve_run`."""
+    folder = find_run(run)
+    return open_folder(folder, resolve_run(folder, overrides), checkpoint=checkpoint, ema=ema)
 
 
 def open_data(recipe: Recipe, run: Path | None = None) -> DataSet:

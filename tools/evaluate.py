@@ -21,8 +21,6 @@ import torch.distributed as dist
 from lion.evaluation.forms import form_label
 from lion.evaluation.run import evaluate_run
 from lion.progress import rate
-from lion.recipe import Recipe
-from lion.recipe_files import find_run
 from lion.runs import LoadedRun, open_run
 from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
@@ -31,7 +29,7 @@ from lion.trainer.runtime import Runtime, start_runtime
 from tools import options
 from tools.choices import evaluate_choices
 from tools.cli import choose_form, run_command
-from tools.compose import build_data, check_data, loader_workers, metric_of, resolve_run
+from tools.compose import build_data, check_data, loader_workers, metric_of, open_with_data, resolve_run
 from tools.launch import Machines, launch
 from tools.lengths import evaluate_lengths
 from tools.tables import table
@@ -39,7 +37,6 @@ from tools.tables import table
 
 def main(argv: list[str]) -> int:
     args = options.evaluate(argv)
-    wanted = {"checkpoint": args.checkpoint, "split": args.split, "ema": args.ema, "eager": args.eager}
     if args.choices:
         return evaluate_choices(args)
     if args.lengths:
@@ -47,17 +44,16 @@ def main(argv: list[str]) -> int:
     if args.processes > 1 and "RANK" not in os.environ:
         check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
         return launch(Machines(args.processes), argv, "tools.evaluate", again="starts anew")
-    folder = find_run(args.run)
-    recipe = resolve_run(folder, args.overrides)
+    run = open_with_data(args.run, args.overrides, checkpoint=args.checkpoint, ema=args.ema)
     runtime = None
     if args.processes > 1:
-        trainer = recipe.trainer
+        trainer = run.recipe.trainer
         runtime = start_runtime(trainer.device, matmul=trainer.matmul, sequence=args.processes)
-    results = measure_forms(folder, args.form, args.chunk_size, recipe=recipe, runtime=runtime, **wanted)
+    results = measure_on_own_data(run, args.form, args.chunk_size, split=args.split, eager=args.eager, runtime=runtime)
     if runtime is not None:
         dist.destroy_process_group()
     if runtime is None or runtime.main:
-        print(as_table(results, metric_of(recipe)))
+        print(as_table(results, metric_of(run.recipe)))
     return 0
 
 
@@ -67,7 +63,6 @@ def measure_forms(
     chunk_size: int | Sequence[int] | None = None,
     *,
     splits: Splits | None = None,
-    recipe: Recipe | None = None,
     checkpoint: str = "best",
     split: str | None = None,
     ema: bool = False,
@@ -77,19 +72,34 @@ def measure_forms(
     """Evaluate a run on `splits`, or on the data of its recipe (`lion.evaluation.run`).
 
     All forms use one checkpoint and one model, because a run that is still training may replace its checkpoints
-    meanwhile. `recipe` is that of the run, with overrides, if it is at hand.
+    meanwhile.
     """
+    if splits is None:
+        if isinstance(run, LoadedRun):
+            run = run._replace(recipe=resolve_run(run.folder))
+        else:
+            run = open_with_data(run, checkpoint=checkpoint, ema=ema)
+        return measure_on_own_data(run, form, chunk_size, split=split, eager=eager, runtime=runtime)
     if not isinstance(run, LoadedRun):
         run = open_run(run, checkpoint=checkpoint, ema=ema)
-    if form != "all":
-        choose_form(run.model, form)
-    workers = 0
-    if splits is None:
-        if recipe is None:
-            recipe = resolve_run(run.folder)
-        splits = build_data(recipe, run.folder)
-        check_data(splits.info, run.task.info, run.folder)
-        workers = loader_workers(recipe)
+    choose_form(run.model, form)
+    return evaluate_run(run, splits, form, chunk_size, split=split, eager=eager, runtime=runtime)
+
+
+def measure_on_own_data(
+    run: LoadedRun,
+    form: str,
+    chunk_size: int | Sequence[int] | None,
+    *,
+    split: str | None,
+    eager: bool,
+    runtime: Runtime | None,
+) -> list[dict[str, Any]]:
+    """Evaluate a run (`open_with_data`) on the data of its recipe."""
+    choose_form(run.model, form)
+    splits = build_data(run.recipe, run.folder)
+    check_data(splits.info, run.task.info, run.folder)
+    workers = loader_workers(run.recipe)
     return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager, runtime=runtime)
 
 

@@ -78,7 +78,7 @@ def load(name: str) -> Run:
             raise ConfigError(f"{folder}: not validated yet, train it first")
         if not finished(recipe, held_out[-1]):
             raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, finish its training first")
-        _, task, checkpoint = read_run(folder, "best")
+        task, checkpoint = read_run(folder, recipe, "best")
         metric, *others = task.metrics
         unit = "step" if recipe.trainer.epochs is None else "epoch"
         scored = [line for line in held_out if line[metric.name] is not None]

@@ -24,7 +24,7 @@ from data.vision.sources import Images, is_picture
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 from lion.recipe import Recipe
-from lion.runs import LoadedRun, open_run
+from lion.runs import LoadedRun, open_folder
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
 from lion.samples.seeds import place_keys
@@ -208,11 +208,12 @@ def open_diffusion(folder: Path, checkpoint: str, raw: bool) -> LoadedRun:
         ConfigError: The run is not a diffusion run, or cannot be opened.
     """
     recipe = resolve_run(folder)
-    loaded = open_run(folder, checkpoint=checkpoint, ema=recipe.trainer.ema is not None and not raw)
+    averaged = recipe.trainer.ema is not None and not raw
+    loaded = open_folder(folder, recipe, checkpoint=checkpoint, ema=averaged)
     if not isinstance(loaded.task, Diffusion):
-        other = (
-            "use ./run.sh generate RUN for text" if isinstance(loaded.task, CausalLM) else "expected a run of diffusion"
-        )
+        other = "expected a run of diffusion"
+        if isinstance(loaded.task, CausalLM):
+            other = "use ./run.sh generate RUN for text"
         raise ConfigError(f"{folder}: task {recipe.task.name!r} generates no images, {other}")
     return loaded
 

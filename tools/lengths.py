@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,17 @@ from lion.config import ConfigError
 from lion.evaluation.forms import Form, form_label, forms_to_measure, measure
 from lion.evaluation.lengths import HeldOut, Windows
 from lion.layers.mixers.base import forms_of
-from lion.recipe_files import find_run
-from lion.runs import LoadedRun, open_run
+from lion.runs import LoadedRun
 from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
-from tools.bench.engine import Report, typed
-from tools.bench.plots import open_sides
+from tools.bench.engine import ReportOfRuns, typed
 from tools.cli import choose_form, say
-from tools.compose import build_data, check_data, digest, resolve_run
+from tools.compose import build_data, check_data, digest, open_with_data
+from tools.plots import number_ticks, tidy, widen
 from tools.probe import device_name, stamp
-from tools.store import Row, widen
+from tools.store import Row
 from tools.tables import Cell, Table, digits, fill, mebibytes
 
 LATER = ("ema", "data", "fingerprint", "weights")  # fields that rows of earlier versions lack
@@ -45,8 +43,8 @@ For a masked language model, the same tokens are masked at every length. A batch
 window. A model with position embeddings cannot read windows longer than its positions; its results there are `-`."""
 
 
-class LengthsReport(Report):
-    """The results of runs by length, with a plot for each run."""
+class LengthsReport(ReportOfRuns):
+    """The results of runs by length."""
 
     name = "extrapolation"
     heading = "Text of other lengths"
@@ -55,6 +53,7 @@ class LengthsReport(Report):
     setting = SETTING
     key = (*SETTING, "length", "form", "chunk_size")
     later = LATER
+    inches = (10, 4.2)
 
     def title(self, row: Row) -> str:
         how = f"{row['split']}, {row['tokens']:,} tokens in batches of {row['batch_tokens']:,}, {row['precision']}"
@@ -69,34 +68,18 @@ class LengthsReport(Report):
     def tabled(self, rows: list[Row]) -> Table:
         return tabled(rows)
 
-    def section(self, rows: list[Row]) -> list[str]:
-        title, text, commands = super().section(rows)
-        if self.latest(rows[0]["run"]) != rows:  # the plot shows the last measurement of a run
-            return [title, text, commands]
-        return [title, f"![curves]({self.picture_of(rows).name})", text, commands]
-
-    def latest(self, run: str) -> list[Row]:
-        """Return the rows of the setting of a run that was measured last."""
-        return next(rows for rows in self.groups(SETTING) if rows[0]["run"] == run)
-
-    def picture_of(self, rows: list[Row]) -> Path:
-        return self.path.with_name(f"{self.path.stem}_{rows[0]['run']}.png")
-
-    def pictures(self) -> list[Path | None]:
-        """Draw the results that were measured last."""
-        rows = self.groups(SETTING)[0]
-        return [self.draw(self.picture_of(rows), (10, 4.2), partial(curves, rows=rows, title=self.title(rows[0])))]
+    def plot(self, figure: Any, rows: list[Row]) -> None:
+        curves(figure, rows, self.title(rows[0]))
 
 
 def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
     """Run the command `./run.sh eval RUN --lengths ..`."""
-    recipe = resolve_run(find_run(args.run), args.overrides)
-    loaded = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
+    loaded = open_with_data(args.run, args.overrides, checkpoint=args.checkpoint, ema=args.ema)
+    recipe = loaded.recipe
     model = loaded.model
     if not isinstance(loaded.task, LanguageTask):
         raise ConfigError(f"--lengths: {loaded.folder} reads samples of one size, expected a run on text")
-    if args.form != "all":
-        choose_form(model, args.form)
+    choose_form(model, args.form)
     forms = forms_to_measure(args.form, args.chunk_size, forms_of(model))
     if 1 not in (args.chunk_size or ()):  # single steps take too long
         forms = [each for each in forms if each != ("rnn", 1)]
@@ -222,12 +205,10 @@ def curves(fig: Any, rows: list[Row], title: str) -> None:
         for form, own in lines.items():
             ax.plot([row["length"] for row in own], [value(row) for row in own], "o-", markersize=4, label=form)
         ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
-        ax.set(xscale="log", title=heading, xlabel="tokens")
+        ax.set(title=heading, xlabel="tokens")
         widen(ax)
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        ax.minorticks_off()
-        ax.grid(True, color="0.9", linewidth=0.7)
-        open_sides(ax)
+        number_ticks(ax, ticks)
+        tidy(ax)
     fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
     fig.suptitle(title, fontsize=8)
 

@@ -23,14 +23,14 @@ from data.base import DataSet, walk
 from data.vision.sources import is_picture
 from lion.config import ConfigError
 from lion.files import save_json, save_text
-from lion.runs import LoadedRun, open_run
+from lion.runs import LoadedRun
 from lion.samples.images import ImageInfo
 from lion.tasks.base import to_device
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.cli import choose_form, say
-from tools.compose import check_finite, open_data, resolve_run
+from tools.compose import check_finite, open_data, open_with_data
 from tools.fill_mask import fill
 from tools.tables import table
 
@@ -42,14 +42,13 @@ def main(argv: list[str]) -> int:
     args = options.predict(argv)
     if args.out is not None and args.out.suffix not in WRITERS:
         raise ConfigError(f"--out: expected a name that ends in {' or '.join(WRITERS)}, got {str(args.out)!r}")
-    loaded = open_run(args.run)
+    loaded = open_with_data(args.run)
     choose_form(loaded.model, args.form)
     loaded.model.to(start_runtime("auto", matmul=loaded.recipe.trainer.matmul).device)
     if loaded.task.fills_masks:
         return fill(loaded, args.files, args.top)
     loaded.task.check_prediction()
-    recipe = resolve_run(loaded.folder)
-    source = open_data(recipe, loaded.folder)
+    source = open_data(loaded.recipe, loaded.folder)
     if "file" not in source.asks:
         for word in args.files:
             if Path(word).is_file():

@@ -171,17 +171,3 @@ def grouped(rows: Iterable[Row], names: Sequence[str]) -> list[list[Row]]:
 def compact(value: Any) -> str:
     """Return a value as JSON in one line, without blanks."""
     return json.dumps(value, separators=(",", ":"))
-
-
-def widen(ax: Any, share: float = 0.1) -> None:
-    """Widen the y-axis to at least a share of its largest value, so that noise does not fill the plot."""
-    low, high = ax.get_ylim()
-    lack = share * max(abs(low), abs(high)) - (high - low)
-    if lack > 0:
-        ax.set_ylim(low - lack / 2, high + lack / 2)
-
-
-def tidy(ax: Any, axis: str = "both") -> None:
-    """Draw a light grid along an axis, and only the left and the lower border."""
-    ax.grid(True, axis=axis, color="0.9")
-    ax.spines[["top", "right"]].set_visible(False)

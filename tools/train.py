@@ -285,7 +285,8 @@ def trained_run(folder: Path, model: Model | None) -> LoadedRun:
     """Return a trained run; a model of the caller gets the best weights."""
     if model is None:
         return open_run(folder)
-    recipe, task, state = read_run(folder, "best")
+    recipe = load_recipe(folder / RECIPE)
+    task, state = read_run(folder, recipe, "best")
     model.load_state_dict(state["model"])
     return LoadedRun(folder, recipe, task, model.cpu().eval(), {"step": state["step"]})
 

@@ -140,10 +140,10 @@ def measure(
     shown.close()
     results = {}
     for (name, size), measured in found.items():
-        set_form(model, name, size)
         values = measured.totals.values(runtime)
         for metric in task.metrics:
             if isinstance(metric, MetricOfPass):
+                set_form(model, name, size)
                 values[metric.name] = own_value(metric, model, batches, task, runtime, precision, seed)
         peaks = runtime.gather(measured.peak)
         deviations = runtime.gather(measured.deviation.item())

@@ -67,7 +67,7 @@ def evaluate_run(
         split = "val" if splits.test is None else "test"
     dataset = getattr(splits, split)
     if dataset is None:
-        raise ConfigError(f"--split {split}: data set {recipe.data['name']!r} has no such split, use val")
+        raise ConfigError(f"--split {split}: the data of {loaded.folder} have no such split, use val")
     runtime = runtime or start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
     if runtime.part is not None:
         check_rows(model, runtime.part.count)

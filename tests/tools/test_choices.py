@@ -9,7 +9,7 @@ import lion
 from data.text.tokenizers import open_tokenizer
 from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
-from lion.runs import open_run
+from lion.runs import open_folder
 from tests.helpers import here, refuse
 from tests.tools.untrained import text_info, untrained
 from tools.compose import resolve
@@ -191,6 +191,11 @@ def test_bad_files_and_runs(runs, tmp_path, capsys, file):
 
 def test_the_weights_are_those_asked_for(runs, file, monkeypatch):
     asked = []
-    monkeypatch.setattr("tools.choices.open_run", lambda run, **how: asked.append(how) or open_run(run))
+
+    def opened(folder, recipe, **how):
+        asked.append(how)
+        return open_folder(folder, recipe)
+
+    monkeypatch.setattr("tools.compose.open_folder", opened)
     assert here("eval", runs["lion_s"], "--choices", file, "--form", "full", "--ema", "--checkpoint", "last") == 0
     assert asked == [{"checkpoint": "last", "ema": True}]

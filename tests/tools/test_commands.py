@@ -248,7 +248,7 @@ class Spelling:
 def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     recipe = resolve("quickstart", ["trainer.device=cpu"])
     loaded = SimpleNamespace(model=torch.nn.Linear(1, 1), task=Spelling(), folder=tmp_path, recipe=recipe)
-    for name, value in (("open_run", loaded), ("choose_form", None), ("resolve_run", None), ("open_data", Spelling())):
+    for name, value in (("open_with_data", loaded), ("choose_form", None), ("open_data", Spelling())):
         monkeypatch.setattr(predict, name, lambda *args, value=value: value)
     (tmp_path / "recipe.yaml").touch()
     rows = []

@@ -14,7 +14,8 @@ from lion.evaluation import forms as forms_module
 from lion.evaluation.forms import measure
 from lion.models.vit import ViT
 from lion.ops import Part
-from lion.runs import open_run
+from lion.recipe import load_recipe
+from lion.runs import open_folder, open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import STATE, load_state, newest, prune, scratch_folder, seal
@@ -24,7 +25,7 @@ from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
 from tests.helpers import here, refuse, tiny_recipe
 from tests.processes import in_processes
-from tools import evaluate
+from tools import compose, evaluate
 from tools.compose import build_data, resolve_run
 
 pytest.importorskip("sklearn")
@@ -90,7 +91,7 @@ def test_a_program_evaluates_a_run_on_data_of_its_own(run):
     assert without(row, MEASURED) == without(same, MEASURED)
     assert (row["form"], row["chunk_size"], row["split"]) == ("rnn", 3, "val") and row["deviation"] < 1e-4
     splits = splits._replace(test=None)
-    with pytest.raises(ConfigError, match="--split test: data set 'digits' has no such split, use val"):
+    with pytest.raises(ConfigError, match=r"--split test: the data of .* have no such split, use val"):
         lion.evaluate(lion.open_run(run), splits, "rnn", 3, split="test")
 
 
@@ -195,16 +196,20 @@ def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys, monkeypatch):
 def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path, monkeypatch):
     assert here("train", tiny_recipe(tmp_path, trainer={"precision": "bf16", "ema": 0.999}), "--no-eval") == 0
     run = tmp_path / "runs" / "tiny"
-    seen, asked, forward = set(), [], ViT.forward
+    seen, asked, reads, forward = set(), [], [], ViT.forward
 
     def watched(self, x):
         out = forward(self, x)
         seen.add(out.dtype)
         return out
 
-    def opened(run, **how):
+    def opened(folder, recipe, **how):
         asked.append(how)
-        return open_run(run)
+        return open_folder(folder, recipe)
+
+    def loaded(*args, **how):
+        reads.append(args)
+        return load_recipe(*args, **how)
 
     monkeypatch.setattr(ViT, "forward", watched)
     losses = []
@@ -213,6 +218,9 @@ def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path,
         losses.append(row["values"]["loss"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
     assert seen == {torch.bfloat16}
-    monkeypatch.setattr(evaluate, "open_run", opened)
+    monkeypatch.setattr(compose, "open_folder", opened)
+    for module in (compose, lion.runs):
+        monkeypatch.setattr(module, "load_recipe", loaded)
     assert here("eval", run, "--form", "full", "--ema", "--checkpoint", "last") == 0
-    assert {"checkpoint": "last", "ema": True} in asked
+    assert asked == [{"checkpoint": "last", "ema": True}]
+    assert len(reads) == 1  # one recipe, read once

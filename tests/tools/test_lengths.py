@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lion.config import ConfigError
-from lion.runs import open_run
+from lion.runs import open_folder, open_run
 from lion.samples.seeds import derive
 from tests.helpers import here, refuse, tiny_recipe
 from tools import lengths
@@ -191,10 +191,10 @@ def test_lengths_are_of_text(tmp_path, capsys):
 def test_the_weights_are_those_asked_for(run, monkeypatch):
     asked = []
 
-    def opened(name, **how):
+    def opened(folder, recipe, **how):
         asked.append(how)
-        return open_run(name)
+        return open_folder(folder, recipe)
 
-    monkeypatch.setattr("tools.lengths.open_run", opened)
+    monkeypatch.setattr("tools.compose.open_folder", opened)
     assert here("eval", run, "--lengths", "16", "--form", "full", "--ema", "--checkpoint", "last") == 0
     assert asked == [{"checkpoint": "last", "ema": True}]

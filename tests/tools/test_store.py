@@ -14,7 +14,8 @@ from tools.bench.gpu import GpuReport
 from tools.bench.inference import InferenceReport
 from tools.bench.ops_report import OpsReport
 from tools.bench.train import TrainReport
-from tools.store import Store, widen
+from tools.plots import widen
+from tools.store import Store
 
 
 def test_rows_grow_and_are_replaced(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,6 +92,35 @@ class Report(Store):
         """Write the JSON and the Markdown file."""
         with self.alone():
             self.save(self.markdown())
+
+
+class ReportOfRuns(Report):
+    """A report in which every table belongs to one run, with a plot of the last measurement of each run.
+
+    Attributes:
+        inches: Width and height of a plot.
+    """
+
+    inches: ClassVar[tuple[float, float]]
+
+    def plot(self, figure: Any, rows: list[Row]) -> None:
+        """Draw the rows of one setting."""
+        raise NotImplementedError
+
+    def section(self, rows: list[Row]) -> list[str]:
+        title, *others = super().section(rows)
+        run = rows[0]["run"]
+        latest = next(found for found in self.groups(self.setting) if found[0]["run"] == run)
+        if rows != latest:
+            return [title, *others]
+        return [title, f"![curves]({self.picture_of(run).name})", *others]
+
+    def picture_of(self, run: str) -> Path:
+        return self.path.with_name(f"{self.name}_{run}.png")
+
+    def pictures(self) -> list[Path | None]:
+        rows = self.groups(self.setting)[0]
+        return [self.draw(self.picture_of(rows[0]["run"]), self.inches, partial(self.plot, rows=rows))]
 
 
 def typed(command: str, argv: Sequence[str]) -> str:

@@ -21,16 +21,17 @@ from lion.inference.text import MODES, PIECE, streaming_mode
 from lion.layers.mixers import SOFTMAX
 from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
-from lion.recipe_files import find_run
+from lion.recipe import load_recipe
+from lion.recipe_files import RECIPE, find_run
 from lion.runs import read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
 from tools import options
 from tools.bench.engine import Report, collect, typed
-from tools.bench.plots import by_length, open_sides
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
+from tools.plots import by_length, open_sides
 from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds, warm_up
 from tools.processes import Send
 from tools.store import Row
@@ -164,7 +165,9 @@ def open_task(name: str) -> tuple[Task, Any]:
     """
     recipe = recipe_unless_run(name)
     if recipe is None:
-        recipe, task, _ = read_run(find_run(name), "best")
+        folder = find_run(name)
+        recipe = load_recipe(folder / RECIPE)
+        task, _ = read_run(folder, recipe, "best")
     else:
         task = make_task(recipe, describe_data(recipe, look=False)[0])
     if not issubclass(task.Model, GPT):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.engine import Report, collect, typed
+from tools.bench.engine import ReportOfRuns, collect, typed
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
-from tools.bench.plots import open_sides
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
+from tools.plots import open_sides
 from tools.probe import (
     Variant,
     check_compiler,
@@ -90,8 +89,8 @@ class Job:
     command: str
 
 
-class InferenceReport(Report):
-    """Rows of models by form and size, with a plot for each run."""
+class InferenceReport(ReportOfRuns):
+    """Rows of models by form and size."""
 
     name = "inference"
     heading = "Inference by form and size"
@@ -100,6 +99,7 @@ class InferenceReport(Report):
     setting = SETTING
     key = (*SETTING, "size", "form", "chunk_size")
     later = LATER
+    inches = (16, 4.8)
 
     def line(self, row: Row) -> str:
         text = f"{form_of(row)}, {row['tokens']:,} tokens: {digits(row['ms'])} ms"
@@ -130,18 +130,8 @@ class InferenceReport(Report):
                 columns[row["metric"]] = lambda row: row.get("shown", "")
         return fill(columns, sorted(rows, key=by_size))
 
-    def section(self, rows: list[Row]) -> list[str]:
-        title, text, commands = super().section(rows)
-        return [title, f"![curves]({self.picture_of(rows).name})", text, commands]
-
-    def picture_of(self, rows: list[Row]) -> Path:
-        return self.path.with_name(f"inference_{rows[0]['run']}.png")
-
-    def pictures(self) -> list[Path | None]:
-        """Draw the plot of the setting measured last."""
-        rows = self.groups(SETTING)[0]
-        title = f"{self.title(rows[0])}, torch {rows[0]['torch']}"
-        return [self.draw(self.picture_of(rows), (16, 4.8), partial(curves, rows=rows, title=title))]
+    def plot(self, figure: Any, rows: list[Row]) -> None:
+        curves(figure, rows, f"{self.title(rows[0])}, torch {rows[0]['torch']}")
 
 
 def main(argv: list[str]) -> int:

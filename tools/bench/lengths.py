@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.bench import clock
-from tools.bench.plots import open_sides
 from tools.colours import colour_of
+from tools.plots import number_ticks, open_sides
 from tools.store import Row
 
 LINES = {  # (mixer, form): label in the plot
@@ -76,10 +76,10 @@ def picture(fig: Any, rows: list[Row], folder: Path) -> None:
                 dashes, marker = STYLES.get(line.form, ("-", ""))
                 look = {"color": colour_of(line.mixer), "linestyle": dashes, "marker": marker, "markersize": 4}
                 labelled[label] = ax.plot(line.lengths, line.values, label=label, **look)[0]
-            ax.set(xscale="log", yscale="log" if lines else "linear")
+            if lines:
+                ax.set_yscale("log")
             ax.set_title(title, fontsize=10)
-            ax.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=45, fontsize=8)
-            ax.minorticks_off()
+            number_ticks(ax, lengths, rotation=45, fontsize=8)
             ax.yaxis.set_major_formatter("{x:,g}")
             ax.grid(True, color="0.88", linewidth=0.7)
             open_sides(ax)

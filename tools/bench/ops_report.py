@@ -13,8 +13,8 @@ from typing import Any
 from tools.bench import lengths
 from tools.bench.engine import Report
 from tools.bench.operators import OPERATORS, rank
-from tools.bench.plots import by_length, open_sides
 from tools.colours import colour_of
+from tools.plots import by_length, open_sides
 from tools.probe import Variant
 from tools.store import Row
 from tools.tables import Table, digits, fill, mebibytes, pipes, table

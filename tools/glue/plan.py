@@ -14,7 +14,7 @@ from data.text.glue import TASKS
 from data.text.tokenizers import FILES, Tokenizer, open_tokenizer
 from lion.config import ConfigError, build, merge, nearest, setting, to_dict
 from lion.files import save_text
-from lion.recipe import Recipe, differences
+from lion.recipe import Recipe, differences, load_recipe
 from lion.recipe_files import RECIPE, find_run, read_layers
 from lion.runs import read_run, stored_recipe
 from lion.samples.text import TextInfo
@@ -175,7 +175,8 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
         ConfigError: The run is not one of a masked language model, or its tokenizer is missing or another one.
     """
     folder = find_run(run)
-    recipe, task, _ = read_run(folder, "best")
+    recipe = load_recipe(folder / RECIPE)
+    task, _ = read_run(folder, recipe, "best")
     if not isinstance(task, MaskedLM):
         raise ConfigError(f"{folder}: task {recipe.task.name!r}, GLUE needs a run of masked_lm")
     place = folder / "glue" / "tokenizer"

@@ -21,7 +21,8 @@ from tools.paper import drawings, measured
 from tools.paper.page import bounds, shapes_of
 from tools.paper.parts import Part, parts_of
 from tools.paper.tables import Table
-from tools.store import Store, tidy
+from tools.plots import number_ticks, tidy
+from tools.store import Store
 
 DECAYS = "decays"  # name of the plot of the decays of Lion-D
 SPEED, SPEED_OF = "accuracy-by-speed", "lion-2"  # name of that plot, and its table
@@ -155,9 +156,8 @@ def lengths(fig: Any, part: Part) -> None:
             means = list(map(statistics.mean, points.values()))
             ax.errorbar(list(points), means, errors(part, points.values()), capsize=3, label=row, **look)
     ticks = sorted(windows.values())
-    ax.set(xscale="log", xlabel="tokens of a window", ylabel=part.metric.heading)
-    ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-    ax.minorticks_off()
+    ax.set(xlabel="tokens of a window", ylabel=part.metric.heading)
+    number_ticks(ax, ticks)
     tidy(ax)
     fig.legend(loc="outside right center", frameon=False)
     fig.suptitle(f"{part.table.title}, by length", fontsize=10)
@@ -178,10 +178,8 @@ def states(fig: Any, part: Part) -> None:
         look = {"fmt": f"{marker}-", "capsize": 3, "color": colour_of(mixer), "markerfacecolor": "none"}
         ax.errorbar(x, list(map(statistics.mean, y)), errors(part, y), label=mixer, **look)
         ticks.update(x)
-    places = sorted(ticks)
-    ax.set(xscale="log", xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
-    ax.set_xticks(places, [f"{n:,}" for n in places], rotation=45, fontsize=7)
-    ax.minorticks_off()
+    ax.set(xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
+    number_ticks(ax, sorted(ticks), rotation=45, fontsize=7)
     tidy(ax)
     fig.legend(loc="outside right center", frameon=False)
     fig.suptitle(part.table.title, fontsize=10)
@@ -281,10 +279,8 @@ def sizes(fig: Any, part: Part) -> None:
         (left, by_items, f"items in {length} tokens, the length of training"),
         (right, by_length, f"tokens with {items} items"),
     ):
-        ticks = sorted(names)
-        ax.set(xscale="log", xlabel=title)
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks])
-        ax.minorticks_off()
+        ax.set(xlabel=title)
+        number_ticks(ax, sorted(names))
         tidy(ax)
     left.set_ylabel(part.metric.heading)
     fig.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.colours import SOFTMAX, colour_of
-from tools.store import Row, tidy
+from tools.plots import number_ticks, tidy
+from tools.store import Row
 
 FORM = {"chunk": ("-", "o"), "rnn": ("--", "s"), "full": (":", "^")}
 
@@ -68,9 +69,7 @@ def speed(
             point(right, row, times[row], statistics.mean(found), "o")
     left.set_title("paper: ImageNet-1k, GPU; small (o), base (squares)", fontsize=9)
     right.set_title("here: accuracy of small runs, times of DeiT-S's width on 2 CPU cores", fontsize=9)
-    left.set(xscale="log")
-    left.set_xticks([0.7, 1, 2, 5, 10], ["0.7", "1", "2", "5", "10"])
-    left.minorticks_off()
+    number_ticks(left, [0.7, 1, 2, 5, 10])
     for ax in (left, right):
         ax.set(xlabel="time of a training step / softmax", ylabel="top-1 %")
         tidy(ax)
@@ -108,10 +107,9 @@ def inference(fig: Any, rows: list[Row]) -> None:
         axes[1].plot(sizes, [time for _, _, time in points], label=f"{mixer}, {form}", **look)
     for ax, title in zip(axes, ("peak memory", "time")):
         ax.axhline(1, color=SOFTMAX, linewidth=0.8)
-        ax.set(xscale="log", yscale="log", xlabel="px", title=f"{title} / softmax of the same shape")
-        ax.set_xticks(sorted(drawn), [str(size) for size in sorted(drawn)], fontsize=7, rotation=45)
+        ax.set(yscale="log", xlabel="px", title=f"{title} / softmax of the same shape")
         ax.set_yticks([0.3, 0.5, 1, 2, 5, 10, 20], ["0.3", "0.5", "1", "2", "5", "10", "20"])
-        ax.minorticks_off()
+        number_ticks(ax, sorted(drawn), fontsize=7, rotation=45)
         tidy(ax)
     fig.legend(loc="outside right center", frameon=False, fontsize=8)
 

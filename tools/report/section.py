@@ -15,12 +15,13 @@ from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.colours import colour_of
 from tools.finished import Run
 from tools.options import FIGURES
+from tools.plots import widen
 from tools.report.distance import distance_table, frechet
 from tools.report.paper import claims_about
 from tools.report.runs import settings_of
 from tools.report.tables import Groups, comparisons, glue_table, own_metric, result_table
 from tools.statistics import RULE
-from tools.store import Row, widen
+from tools.store import Row
 from tools.tables import Table, pipes
 
 JUDGES = {"diffusion": frechet}  # by task, what its rows are compared by, if not by the metric of the task
