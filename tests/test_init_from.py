@@ -48,8 +48,9 @@ def stored(monkeypatch, tmp_path):
         weights = kind().state_dict()
         state = {"model": weights, "info": Coded(code=code).to_dict(), "step": 1}
         monkeypatch.setattr(runs, "find_run", lambda run: tmp_path)
-        found = {"best": (SimpleNamespace(model=None), Task(toys.Config(), toys.Info()), state)}
-        monkeypatch.setattr(runs, "read_run", lambda folder, which: found[which])
+        monkeypatch.setattr(runs, "load_recipe", lambda path: SimpleNamespace(model=None))
+        found = {"best": (Task(toys.Config(), toys.Info()), state)}
+        monkeypatch.setattr(runs, "read_run", lambda folder, recipe, which: found[which])
         return weights
 
     return store
