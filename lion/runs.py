@@ -171,7 +171,8 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
         raise ConfigError(f"init_from: {run} is {kinds}")
     info.check_transfer(f"init_from: {run}", state["info"])
     source = build_on_meta(task, recipe.model)
-    weights = state["model"]
+    stored = state["model"]
+    weights = stored
     if type(source) is type(model):  # tensors of another model class are not adapted: they fit or they do not
         weights = model.adapt(weights, source)
     own = model.state_dict()
@@ -187,11 +188,11 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
         if same_heads or not name.startswith(model.heads):
             fits[name] = value
     left = sorted(own.keys() - fits.keys())
-    unused = sorted(state["model"].keys() - fits.keys())
+    unused = sorted(stored.keys() - fits.keys())
     if len(left) > len(own) // 2:
-        place = next((name for name in left if name in state["model"]), left[0])
+        place = next((name for name in left if name in stored), left[0])
         here = tuple(own[place].shape)
-        there = shape_of(state["model"].get(place))
+        there = shape_of(stored.get(place))
         example = f"{place} is {here} here and {there} there"
         other = other_shape(recipe.model, getattr(model, "config", None))
         if other:
@@ -200,7 +201,7 @@ def init_from(model: Model, run: str | Path, info: Info) -> None:
     model.load_state_dict({**own, **fits})
     parts = [f"new: {', '.join(left) or 'nothing'}", f"not used: {', '.join(unused) or 'nothing'}"]
     for name, value in fits.items():
-        there = shape_of(state["model"].get(name))
+        there = shape_of(stored.get(name))
         if there != shape_of(value):
             parts.append(f"adapted: {name} {there} -> {shape_of(value)}")
     log.info("initialised from %s; %s", run, "; ".join(parts))

@@ -85,7 +85,7 @@ def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
         forms = [each for each in forms if each != ("rnn", 1)]
     splits = build_data(recipe, loaded.folder)
     check_data(splits.info, loaded.task.info, loaded.folder)
-    split = args.split or ("val" if splits.test is None else "test")
+    split = args.split or splits.reported
     held = getattr(splits, split)
     if not isinstance(held, TokenLayout):
         raise ConfigError(f"--split {split}: data set {recipe.data.name!r} has no such split of text")

@@ -39,6 +39,13 @@ class Variant(NamedTuple):
         return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
 
 
+def use_threads(count: int | None) -> int:
+    """Use `count` threads from now on, by default as many as PyTorch uses; return their number."""
+    if count is not None:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
 def matrix_bytes(batch: int, heads: int, length: int) -> int:
     """Return the bytes of one float32 matrix of scores (L x L) for every head of a batch."""
     return 4 * batch * heads * length**2

@@ -195,7 +195,7 @@ def train_here(
         check_same_recipe(recipe)
     if splits is not None:
         splits = with_fingerprint(splits)
-    with told():
+    with messages_shown():
         code = train(recipe, 1, fresh=fresh, form=form, first=True, made_by="lion.train", splits=splits, model=model)
     if code:
         raise KeyboardInterrupt(f"training stopped, its state is saved in {recipe.folder}; the same call resumes")
@@ -211,7 +211,7 @@ def with_fingerprint(splits: Splits) -> Splits:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def messages_shown() -> Iterator[None]:
     """Show the messages of training, as the command does, unless the program has set the level of this package."""
     log = logging.getLogger("lion")
     if log.level != logging.NOTSET or log.isEnabledFor(logging.INFO):

@@ -63,8 +63,7 @@ def evaluate_run(
     wanted = list(forms)
     if reference not in forms:  # the deviation is measured from it
         wanted.insert(0, reference)
-    if not split:
-        split = "val" if splits.test is None else "test"
+    split = split or splits.reported
     dataset = getattr(splits, split)
     if dataset is None:
         raise ConfigError(f"--split {split}: the data of {loaded.folder} have no such split, use val")

@@ -68,6 +68,11 @@ class Splits(NamedTuple):
     more: Mapping[str, Split] = MappingProxyType({})
     fingerprint: str | None = None
 
+    @property
+    def reported(self) -> str:
+        """The name of the split on which results are reported: "test", or "val" without a test split."""
+        return "val" if self.test is None else "test"
+
 
 @dataclass(frozen=True)
 class Info(ABC):

@@ -32,7 +32,17 @@ from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
 from tools.plots import by_length, open_sides
-from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds, warm_up
+from tools.probe import (
+    check_compiler,
+    device_name,
+    pick_device,
+    ratios,
+    repeat,
+    stamp,
+    time_rounds,
+    use_threads,
+    warm_up,
+)
 from tools.processes import Send
 from tools.store import Row
 from tools.tables import Table, digits, fill, hundredths, mebibytes
@@ -138,8 +148,7 @@ def main(argv: list[str]) -> int:
     check_compiler(args.eager)
     models(args.runs)  # refuses bad runs before anything is measured
     report = GenerateReport(args.out).load(args.fresh)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    threads = use_threads(args.threads)
     job = Job(
         runs=tuple(args.runs),
         lengths=args.lengths,
@@ -147,7 +156,7 @@ def main(argv: list[str]) -> int:
         batch=0,
         rounds=args.rounds,
         seconds=args.seconds,
-        threads=torch.get_num_threads(),
+        threads=threads,
         eager=args.eager,
         command=typed("bench generate", argv),
     )

@@ -44,6 +44,7 @@ from tools.probe import (
     square_bytes,
     stamp,
     time_rounds,
+    use_threads,
     warm_up,
 )
 from tools.processes import Send, first_line
@@ -149,8 +150,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
     report = InferenceReport(args.out).load(args.fresh)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    threads = use_threads(args.threads)
     job = Job(
         run=args.run,
         variants=tuple(variants(loaded, args.form, args.chunk_size)),
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
         batch=args.batch,
         rounds=args.rounds,
         seconds=args.seconds,
-        threads=torch.get_num_threads(),
+        threads=threads,
         eager=args.eager,
         samples=args.samples,
         against=args.against,

@@ -31,7 +31,7 @@ def held_out(loaded: LoadedRun, size: int) -> tuple[str, Splits]:
         raise ConfigError(f"--evaluate: {error}") from None
     splits = build_data(recipe, loaded.folder)
     splits.info.check_same(f"{loaded.folder}: its checkpoint", loaded.task.info.resized(size).to_dict())
-    return "val" if splits.test is None else "test", splits
+    return splits.reported, splits
 
 
 def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int) -> float:

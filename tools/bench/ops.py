@@ -46,6 +46,7 @@ from tools.probe import (
     stamp,
     step,
     time_rounds,
+    use_threads,
     warm_up,
 )
 from tools.processes import Send, first_line
@@ -111,8 +112,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
     report = OpsReport(args.out).load(args.fresh)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    threads = use_threads(args.threads)
     job = Job(
         mixer="",
         forms=tuple(dict.fromkeys(args.form)),
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
         seconds=args.seconds,
         dtype=args.dtype,
         eager=args.eager,
-        threads=torch.get_num_threads(),
+        threads=threads,
         rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
         command=typed("bench ops", argv),
     )

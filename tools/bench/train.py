@@ -35,7 +35,7 @@ from tools import options
 from tools.bench.engine import Report, collect, typed
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.compose import describe_data, make_task, resolve
-from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, warm_up
+from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, use_threads, warm_up
 from tools.processes import Send
 from tools.store import Row
 from tools.tables import Table, digits, fill
@@ -109,8 +109,7 @@ def main(argv: list[str]) -> int:
     args = options.bench_train(argv)
     check_compiler(args.eager)
     report = TrainReport(args.out).load(args.fresh)
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    threads = use_threads(args.threads)
     job = Job(
         recipes=tuple(dict.fromkeys(args.recipes)),
         overrides=tuple(args.set),
@@ -120,7 +119,7 @@ def main(argv: list[str]) -> int:
         matmul=args.matmul,
         rounds=args.rounds,
         seconds=args.seconds,
-        threads=torch.get_num_threads(),
+        threads=threads,
         eager=args.eager,
         plain=args.plain,
         against=args.against,

@@ -176,8 +176,8 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
         store.save(markdown(tables, store, draw(tables, store)))
 
 
-class Left(NamedTuple):
-    """What is left of a table.
+class Missing(NamedTuple):
+    """Runs of a table that are not finished, with estimates of their time and disk space.
 
     Attributes:
         table: Name of the table.
@@ -205,7 +205,7 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
         if not every:
             continue
         own = [job for job in jobs if job.cell.table == name]
-        row = Left(name, len(every), own)
+        row = Missing(name, len(every), own)
         try:
             seconds, reason = time_left(own, store)
         except ConfigError as error:
@@ -251,7 +251,7 @@ def time_left(own: Sequence[PaperJob], store: Store) -> tuple[float, str | None]
     return total, None if note is None else f"{note}; {here}"
 
 
-def costs(rows: Sequence[Left], without: int) -> list[str]:
+def costs(rows: Sequence[Missing], without: int) -> list[str]:
     """Return the sentences on the time and the disk space of all runs that are left."""
     more = ""
     if without:
@@ -273,19 +273,19 @@ def costs(rows: Sequence[Left], without: int) -> list[str]:
     ]
 
 
-def one_cell(row: Left) -> str:
+def one_cell(row: Missing) -> str:
     if not row.jobs or row.seconds is None:
         return "-"
     return duration_text(row.seconds / len(row.jobs))
 
 
-def all_cell(row: Left) -> str:
+def all_cell(row: Missing) -> str:
     if not row.jobs or row.seconds is None:
         return "-"
     return duration_text(row.seconds)
 
 
-def weights_cell(row: Left) -> str:
+def weights_cell(row: Missing) -> str:
     if not row.jobs or row.seconds is None:
         return "-"
     return gigabytes(row.bytes)
