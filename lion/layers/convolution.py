@@ -12,6 +12,7 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import undecayed
 from lion.layers.weights import like
 from lion.ops import no_autocast
+from lion.ops.dtypes import wide_dtype
 from lion.ops.tokens import flip
 
 
@@ -222,7 +223,7 @@ class ShortConvolution(Window):
 
     def combine(self, x: Tensor, row: Row) -> Tensor:
         with no_autocast(x):
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = wide_dtype(x)
             tokens = row.neighbours(x, self.offsets)
             y = sum(w.to(wide) * token.to(wide) for w, token in zip(self.weight, tokens))
             return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
+from lion.ops.dtypes import wide_dtype
 from lion.ops.exchange import Summed
 
 
@@ -48,7 +49,7 @@ class BatchNorm(nn.Module):
         self.register_buffer("var", torch.ones(dim))
 
     def forward(self, x: Tensor, layout: Layout = PLAIN) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(wide_dtype(x))
         mean, var = self.moments(wide, layout.valid) if self.training else (self.mean, self.var)
         scale = self.weight * torch.rsqrt(var.to(wide.dtype) + self.eps)
         return ((wide - mean) * scale + self.bias).to(x.dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lion.ops.dtypes import wide_dtype
+
 BASE = 10_000  # the longest wavelength, divided by 2 pi
 
 
@@ -24,7 +26,7 @@ class ScaledSinusoidal(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Map positions (B, L) to (B, L, dim), with sine and cosine of a frequency side by side."""
-        wide = torch.promote_types(self.scale.dtype, torch.float32)  # bfloat16 would round positions above 256
+        wide = wide_dtype(self.scale)  # bfloat16 would round positions above 256
         even = torch.arange(0, self.dim, 2, device=positions.device, dtype=wide)
         angle = positions[..., None] * BASE ** (-even / self.dim)  # (B, L, dim / 2), rounded up
         waves = torch.stack((angle.sin(), angle.cos()), -1).flatten(-2)

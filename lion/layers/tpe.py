@@ -13,6 +13,7 @@ from lion.layers.layout import PLAIN, Layout
 from lion.layers.optim_factors import undecayed
 from lion.layers.shares import by_heads, check_share
 from lion.ops import no_autocast
+from lion.ops.dtypes import wide_dtype
 from lion.ops.modes import holds
 
 # tokens summed by one matrix; with at most as many states, the states between chunks are no larger than the tokens
@@ -116,7 +117,7 @@ class TPE(nn.Module):
         return torch.stack(outputs, 1).to(x.dtype), state
 
     def initial_state(self, batch: int) -> Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        dtype = wide_dtype(self.weight)
         return self.weight.new_zeros(batch, *self.weight.shape[1:], dtype=dtype)
 
     @property
@@ -132,7 +133,7 @@ class TPE(nn.Module):
 
     def kernels(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Return w and log lambda, both (axes, channels, states), in float32 or wider."""
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = wide_dtype(x)
         decay = self.decay[:, channels].to(wide)
         return self.weight[:, channels].to(wide) * torch.sigmoid(-decay), F.logsigmoid(decay)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lion.ops.dtypes import wide_dtype
 from lion.ops.modes import is_static, may_wait
 from lion.ops.settings import Settings
 
@@ -199,7 +200,7 @@ def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
     """Expand a decay of any kind to (B or 1, H, L, D or 1), float32 or wider, without a copy of all tokens."""
     if log_decay is None:
         return None
-    log_decay = log_decay.to(torch.promote_types(q.dtype, torch.float32))
+    log_decay = log_decay.to(wide_dtype(q))
     if log_decay.dim() <= 2:  # (H,) or (H, D), shared by all tokens
         per_head = log_decay[:, None] if log_decay.dim() == 1 else log_decay
         return per_head[None, :, None].expand(-1, -1, q.shape[2], -1)
@@ -208,16 +209,6 @@ def expand_decay(log_decay: Tensor | None, q: Tensor) -> Tensor | None:
     if log_decay.dim() == 3:
         return log_decay[..., None]
     return log_decay
-
-
-def sum_dtype(x: Tensor) -> torch.dtype:
-    """Return the accumulation dtype of sums over tokens before the division: float32 for float16, else that of x.
-
-    The largest float16 value is 65,504, which such sums exceed.
-    """
-    if x.dtype == torch.float16:
-        return torch.float32
-    return x.dtype
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -36,10 +36,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lion.ops.arguments import Gates, sum_dtype
+from lion.ops.arguments import Gates
 from lion.ops.chunk import chunk_grid
 from lion.ops.decay import bounded, decay_mask, exp_where, make_directions, scan_directions
 from lion.ops.delta_states import chunk_states
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.exchange import Part
 from lion.ops.rnn import Compiler, leaving_segment, scan
 from lion.ops.settings import Settings
@@ -125,7 +126,7 @@ def delta_prefill(tokens: Tokens, settings: Settings) -> tuple[Tensor, State]:
 
 def delta_chunks_of_part(tokens: Tokens, settings: Settings, size: int | None, part: Part) -> Tensor:
     """Compute `delta_chunks` of tokens that are a part of the rows; the processes exchange maps of states."""
-    wide = torch.promote_types(tokens.k.dtype, torch.float32)
+    wide = wide_dtype(tokens.k)
     scans = chunk_scans(tokens, settings, size, wide)
     if scans.segment is not None:
         outer = entering_segments(part, scans.segment[0, :, 0], settings.direction)
@@ -155,7 +156,7 @@ def delta_advance(tokens: Tokens, settings: Settings, state: EnteringState) -> t
 def chunk_scans(tokens: Tokens, settings: Settings, size: int | None, dtype: torch.dtype) -> Scan:
     """Cut tokens into chunks of at most `size`, and return the chunks of all directions in scan order."""
     length = tokens.q.shape[2]
-    tokens = tokens.masked().to(torch.promote_types(tokens.k.dtype, torch.float32))
+    tokens = tokens.masked().to(wide_dtype(tokens.k))
     grid = (length, 1) if size is None else chunk_grid(length, size)
     chunks = tokens.in_chunks(*grid)
     return in_scan_order(pair_products(chunks, settings), settings.direction, dtype)

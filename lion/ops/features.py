@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.dtypes import wide_dtype
 from lion.ops.inductor import with_gradient_in_memory
 
 
@@ -39,5 +40,5 @@ def apply_feature_map(name: str | None, x: Tensor) -> Tensor:
         return x
     if name == "identity":
         return with_gradient_in_memory(x)
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     return FEATURE_MAPS[name].apply(with_gradient_in_memory(x).to(wide)).to(x.dtype)

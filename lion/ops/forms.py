@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_values, expand_decay, sum_dtype
+from lion.ops.arguments import Gates, check_values, expand_decay
 from lion.ops.delta import delta_sums, with_delta
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.full import full_sums, product, product_row_sum
 from lion.ops.piecewise import in_pieces
 from lion.ops.prefix import gradients_to
@@ -89,7 +89,7 @@ def own_weight(gates: Gates, settings: Settings, q: Tensor) -> Tensor | None:
         bonus = q.new_ones(1)  # `between` masks the diagonal
     if bonus is None:
         return None
-    return bonus.to(torch.promote_types(q.dtype, torch.float32)).reshape(len(bonus), 1, -1)
+    return bonus.to(wide_dtype(q)).reshape(len(bonus), 1, -1)
 
 
 def path_of(tokens: Tokens, settings: Settings, form: str) -> str:

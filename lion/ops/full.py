@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lion.ops.arguments import round_up
 from lion.ops.decay import Direction, exponential, log_decay_mask, make_directions
+from lion.ops.dtypes import wide_dtype
 from lion.ops.inductor import decayed, hinting, inner_products, outer_sum
 from lion.ops.modes import is_static, reuses_memory
 from lion.ops.settings import Settings
@@ -55,7 +56,7 @@ def undecayed_scores(q: Tensor, k: Tensor, segment: Tensor | None, direction: st
     """Return the scores (B, H, L, L') without decay, of which a segment or one direction masks pairs."""
     length = q.shape[2]
     place = torch.arange(k.shape[2], device=q.device)
-    scores = inner_products(q, k).to(torch.promote_types(q.dtype, torch.float32))
+    scores = inner_products(q, k).to(wide_dtype(q))
     if segment is not None:
         other = segment[:, :length, None] != segment[:, None]
         scores = scores.masked_fill(other[:, None], 0)
@@ -70,7 +71,7 @@ def weighted_sum(scores: Tensor, v: Tensor, settings: Settings) -> Sums:
     """Compute the numerator (B, H, .., L, E) and the row sum (B, H, .., L) from decayed scores (B, H, .., L, L')."""
     row_sum = None
     if settings.row_sums:
-        row_sum = scores.sum(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        row_sum = scores.sum(-1, dtype=wide_dtype(scores))
     if settings.dropout_p:
         scores = F.dropout(scores, settings.dropout_p)
     return Sums(scores.to(v.dtype) @ v, row_sum)
@@ -95,7 +96,7 @@ def product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def product_row_sum(q: Tensor, k: Tensor) -> Tensor:
     """Compute `Q sum(K)` (B, H, L), the row sums of Lion-lit in both directions."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wide_dtype(q)
     z = k.sum(-2, keepdim=True, dtype=wide)
     return (q.to(wide) * z).sum(-1)
 

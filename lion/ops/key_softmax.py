@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import sum_dtype
 from lion.ops.decay import exp_where
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.rotary import rotate
 from lion.ops.settings import Settings
 from lion.ops.tokens import Sums, Tokens, featurize, mask_tokens, optional
@@ -94,7 +94,7 @@ def row_of(tokens: Tokens, row: int) -> Tokens:
 def initial_state(tokens: Tokens) -> RunningSoftmax:
     """Return the running softmax of no tokens."""
     k, v = tokens.k, tokens.v
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = wide_dtype(k)
     s = k.new_zeros(*k.shape[:2], 1, k.shape[-1], dtype=wide)
     states = 1 if tokens.angles is None else 2
     S = k.new_zeros(*k.shape[:2], states * k.shape[-1], v.shape[-1], dtype=wide)

@@ -27,9 +27,9 @@ from lion.ops.arguments import (
     is_integer_tensor,
     mismatch,
     no_autocast,
-    sum_dtype,
 )
 from lion.ops.decay import decay_mask, make_directions, pad_with_last
+from lion.ops.dtypes import sum_dtype
 from lion.ops.full import pad, padding_of, weighted_sum
 from lion.ops.inductor import inner_products
 from lion.ops.modes import may_wait

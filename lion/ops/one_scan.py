@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lion.ops.api import linear_attention
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast
 from lion.ops.decay import exp_where
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.inductor import outer_sum
 from lion.ops.key_softmax import divisor, finite, masked_keys, queries
 from lion.ops.modes import exporting
@@ -96,7 +97,7 @@ def product(tokens: Tokens, chunk_size: int) -> Tensor:
 
     With segments the product is computed in chunks, never as an L x L matrix.
     """
-    k = masked_keys(tokens, torch.promote_types(tokens.k.dtype, torch.float32))
+    k = masked_keys(tokens, wide_dtype(tokens.k))
     if tokens.segment is not None:
         return weighted(tokens, segment_softmax(k, tokens.segment), chunk_size)
     weights = exp_where(k - finite(k.detach().amax(-2, keepdim=True)))  # (B, H, L, D)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lion.ops.arguments import no_autocast, sum_dtype
+from lion.ops.arguments import no_autocast
 from lion.ops.chunk import chunk_sums
 from lion.ops.delta import delta_rnn_sums
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.key_softmax import one_scan_sums
 from lion.ops.modes import exporting
 from lion.ops.rnn import Compiler, eager, empty_state, next_state, rnn_sums, segment_at
@@ -67,7 +68,7 @@ def chunk_loop(tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
     numerator = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
     row_sum = None
     if settings.row_sums:
-        row_sum = tokens.k.new_empty(tokens.k.shape[:3], dtype=torch.promote_types(tokens.k.dtype, torch.float32))
+        row_sum = tokens.k.new_empty(tokens.k.shape[:3], dtype=wide_dtype(tokens.k))
     left = empty_state(tokens, replace(settings, direction="forward"))
     for n in range(pieces):
         piece = piece_of(tokens, n, size)
@@ -203,4 +204,4 @@ def _(
     numerator = torch.empty_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)
     if normalize == "none":
         return numerator, k.new_empty(0)
-    return numerator, k.new_empty(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32))
+    return numerator, k.new_empty(k.shape[:3], dtype=wide_dtype(k))

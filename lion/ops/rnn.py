@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import sum_dtype
 from lion.ops.decay import Direction, bounded, exp_where, includes_query_decay, make_directions, scan_directions
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.full import decayed_scores, weighted_sum, with_own_keys
 from lion.ops.settings import Settings
 from lion.ops.tokens import EnteringState, State, Sums, Tokens, initial_state
@@ -37,7 +37,7 @@ def rnn_sums(tokens: Tokens, settings: Settings, compiler: Compiler) -> Sums:
     if settings.direction == "both":
         bonus = tokens.bonus
         if bonus is None:
-            wide = torch.promote_types(tokens.k.dtype, torch.float32)
+            wide = wide_dtype(tokens.k)
             bonus = torch.ones(1, 1, 1, dtype=wide, device=tokens.k.device)
         tokens = tokens._replace(bonus=bonus / 2)
     return scan(advance, tokens, settings, compiler)
@@ -54,7 +54,7 @@ def scan(step: Callable, tokens: Tokens, settings: Settings, compiler: Compiler)
     numerator = torch.zeros_like(v, dtype=sum_dtype(v), memory_format=torch.contiguous_format)
     row_sum = None
     if settings.row_sums:
-        row_sum = k.new_zeros(k.shape[:3], dtype=torch.promote_types(k.dtype, torch.float32))
+        row_sum = k.new_zeros(k.shape[:3], dtype=wide_dtype(k))
     along, states = {}, {}
     for name in scan_directions(settings.direction):
         along[name] = replace(settings, direction=name)

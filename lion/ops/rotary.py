@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lion.ops.dtypes import wide_dtype
 from lion.ops.tokens import Tokens, mask_tokens, optional
 
 
@@ -26,7 +27,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """
     if angles.shape[-1] * 2 != x.shape[-1]:
         raise ValueError(f"angles: expected one for each pair of {x.shape[-1]} dimensions, got {angles.shape[-1]}")
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = wide_dtype(x)
     real, imaginary = x.to(wide).chunk(2, -1)
     angles = angles.to(torch.promote_types(angles.dtype, wide))
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)

@@ -24,6 +24,7 @@ from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, ta
 from lion.ops.chunk import mix
 from lion.ops.decay import Direction, bounded, decay_mask, make_directions
 from lion.ops.delta import delta_sums
+from lion.ops.dtypes import wide_dtype
 from lion.ops.exchange import Part
 from lion.ops.forms import Scores, prepare, sums_of
 from lion.ops.rnn import written_state
@@ -144,7 +145,7 @@ def directions_of(scores: Scores) -> tuple[Direction, ...]:
 def leaving_state(scores: Scores, direction: Direction) -> State:
     """Return the state that leaves a part, without an entering state; z is empty if there are no row sums."""
     tokens = scores.tokens
-    state = written_state(tokens.to(torch.promote_types(tokens.k.dtype, torch.float32)), direction)
+    state = written_state(tokens.to(wide_dtype(tokens.k)), direction)
     if scores.settings.row_sums:
         return state
     return State(state.S, state.z[..., :0])

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, sum_dtype
+from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast
 from lion.ops.decay import exp_where
+from lion.ops.dtypes import sum_dtype
 from lion.ops.exchange import Part
 from lion.ops.key_softmax import (
     RunningSoftmax,

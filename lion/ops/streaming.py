@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lion.ops.arguments import Gates, check_gates, check_tokens, mismatch, no_autocast, take_gates
 from lion.ops.delta import delta_advance, delta_prefill
+from lion.ops.dtypes import wide_dtype
 from lion.ops.forms import Scores, prepare, sums_of
 from lion.ops.rnn import advance, direction_of, written_state
 from lion.ops.scale import normalized
@@ -127,5 +128,5 @@ def prefill(
 def last_state(scores: Scores) -> State:
     """Return the state after all tokens, in the forward direction."""
     tokens = scores.tokens.masked()
-    tokens = tokens.to(torch.promote_types(tokens.k.dtype, torch.float32))
+    tokens = tokens.to(wide_dtype(tokens.k))
     return written_state(tokens, direction_of(tokens, scores.settings))

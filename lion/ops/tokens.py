@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lion.ops.dtypes import wide_dtype
 from lion.ops.features import apply_feature_map
 
 
@@ -21,7 +22,7 @@ class State(NamedTuple):  # graphs return a new one: that of `_replace` leaves a
 
 def initial_state(k: Tensor, v: Tensor) -> State:
     """Return the empty state for keys (B, H, L, D) and values (B, H, L, E)."""
-    wide = torch.promote_types(k.dtype, torch.float32)
+    wide = wide_dtype(k)
     batch, heads, _, dim = k.shape
     S = k.new_zeros(batch, heads, dim, v.shape[-1], dtype=wide)
     z = k.new_zeros(batch, heads, dim, dtype=wide)
@@ -97,7 +98,7 @@ class Tokens(NamedTuple):
         """Return the log decays (b, h, .., L, D or 1), 0 if nothing decays; float32 or wider."""
         if self.log_decay is not None:
             return self.log_decay
-        zero = self.k.new_zeros((), dtype=torch.promote_types(self.k.dtype, torch.float32))
+        zero = self.k.new_zeros((), dtype=wide_dtype(self.k))
         return zero.expand(1, 1, *self.k.shape[2:-1], 1)
 
     @property

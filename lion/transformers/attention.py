@@ -27,7 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from lion.config import present
 from lion.layers.mixers.linear import linear_mixers
 from lion.ops import Settings, linear_attention, no_autocast
-from lion.ops.arguments import sum_dtype
+from lion.ops.dtypes import sum_dtype, wide_dtype
 from lion.ops.features import apply_feature_map
 from lion.ops.full import weighted_sum
 from lion.ops.scale import normalized
@@ -199,7 +199,7 @@ def last_rows(
     with no_autocast(q):
         q = apply_feature_map(settings.feature_map, q)
         k = apply_feature_map(settings.feature_map, k)
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        scores = (q @ k.mT).to(wide_dtype(q))
         if log_decay is not None:
             scores = scores * (log_decay[:, None, None] * distance.clamp_min(0)).exp()
         weights = scores.masked_fill(hidden, 0)
@@ -229,7 +229,7 @@ def decays(name: str, module: nn.Module) -> Tensor | None:
             f"{name}: {type(module).__name__} has no decays, call lion.transformers.add_decays(model, "
             f"{type(module).__name__}) first"
         )
-    return F.logsigmoid(a.to(torch.promote_types(a.dtype, torch.float32)))
+    return F.logsigmoid(a.to(wide_dtype(a)))
 
 
 def segments_mask(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from lion.ops import Gates, linear_attention, prefill
+from lion.ops.dtypes import wide_dtype
 from lion.ops.features import unit as normalized
 from lion.ops.modes import may_wait
 from lion.ops.settings import CHUNK_SIZE, check_chunk_size
@@ -162,7 +163,7 @@ def computed(
     groups = v.shape[2] // k.shape[2]
     q = q.repeat_interleave(groups, 2)
     k = k.repeat_interleave(groups, 2)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = wide_dtype(q)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if unit:
         q = normalized(q)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lion.layers.layout import PLAIN, Layout
 from lion.ops import NO_GATES, Gates, no_autocast
+from lion.ops.dtypes import wide_dtype
 
 __all__ = ["Decay", "Gating"]  # for mixers of your own
 
@@ -64,7 +64,7 @@ class Decay(nn.Module):
 
     def forward(self, x: Tensor, k: Tensor, layout: Layout = PLAIN, state: tuple[Tensor, ...] = ()) -> Gating:
         with no_autocast(x):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
+            x = x.to(wide_dtype(x))
             gating = self.gating(x, k, layout, *([state] if state else []))
             log_decay = gating.log_decay
             if self.temperature == 1 or log_decay is None:

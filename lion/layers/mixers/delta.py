@@ -26,6 +26,7 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.optim_factors import undecayed
 from lion.layers.weights import linear
 from lion.ops import Gates, no_autocast
+from lion.ops.dtypes import wide_dtype
 
 
 @dataclass
@@ -202,7 +203,7 @@ class RWKV7Attention(LionAttention):
         x = inputs.x
         with no_autocast(x):
             rule = cast("GeneralizedDeltaRule", self.first_decay())
-            a = rule.strength(x.to(torch.promote_types(x.dtype, torch.float32)))
+            a = rule.strength(x.to(wide_dtype(x)))
             return rule.written(inputs.k, a)
 
 

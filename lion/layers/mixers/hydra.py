@@ -35,6 +35,7 @@ from lion.layers.norms import RMSNorm
 from lion.layers.weights import linear
 from lion.ops import FORMS, State, initial_state, linear_attention, no_autocast, prefill, split_attention, step
 from lion.ops.decay import scan_directions
+from lion.ops.dtypes import wide_dtype
 
 HYDRA = "hydra"
 NORM_EPS = 1e-5
@@ -146,7 +147,7 @@ class HydraAttention(StateSpaceMixer):
         """Return the inputs of the scans, from tokens x (B, L, dim), their gate and the output of the convolution."""
         values, vectors = F.silu(wide).split(self.split, -1)
         with no_autocast(x):
-            given = x.to(torch.promote_types(x.dtype, torch.float32))
+            given = x.to(wide_dtype(x))
             logits = linear(self.steps, given).unflatten(-1, (len(self.sides), -1))
             dt = F.softplus(logits + self.step_bias.to(given.dtype)).permute(2, 0, 3, 1)  # (sides, B, H, L)
             log_decays = -self.a.to(given.dtype).exp()[:, None] * dt

@@ -31,6 +31,7 @@ from lion.ops import (
     split_attention,
     step,
 )
+from lion.ops.dtypes import wide_dtype
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 
 USUAL = "lion_s"
@@ -381,7 +382,7 @@ class LionAttention(Attention):
 
     def initial_heads(self, batch: int) -> LinearState:
         weight, shape = self.like, (batch, self.num_heads, self.head_dim, self.value_dim)
-        S = weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
+        S = weight.new_zeros(shape, dtype=wide_dtype(weight))
         position = torch.zeros(batch, dtype=torch.long, device=weight.device)
         z = S[..., 0].clone()
         return LinearState(S, z, position, self.first_decay().initial_state(z) if self.decays else ())

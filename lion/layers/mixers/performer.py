@@ -29,6 +29,7 @@ from lion.layers.rotations import NO_ROTATION
 from lion.layers.shares import by_heads, check_share
 from lion.ops import Gates, Settings, no_autocast
 from lion.ops.decay import scan_directions
+from lion.ops.dtypes import wide_dtype
 
 LOWEST = -60.0  # least c: padding, which has no logit, does not change it
 EPS = 1e-18  # least row sum: where query and keys are far apart, a sum is as small as exp(-|q' - k'|^2 / 2)
@@ -92,7 +93,7 @@ class PerformerAttention(LionAttention):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: tuple[Tensor, ...] = ()
     ) -> Operands:
         with no_autocast(x):
-            wide = torch.promote_types(q.dtype, torch.float32)
+            wide = wide_dtype(q)
             q = q.to(wide) * self.head_dim**-0.25
             k = k.to(wide) * self.head_dim**-0.25
             features = self.random_features.to(wide).mT
@@ -123,7 +124,7 @@ class PerformerAttention(LionAttention):
     def initial_heads(self, batch: int) -> LinearState:
         _, _, position, _ = super().initial_heads(batch)
         weight = self.like
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = wide_dtype(weight)
         S = weight.new_zeros(batch, self.num_heads, self.count, self.value_dim, dtype=wide)
         return LinearState(S, S[..., 0].clone(), position, (S.new_zeros(S.shape[:2], dtype=torch.float64),))
 

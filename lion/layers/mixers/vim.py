@@ -31,6 +31,7 @@ from lion.layers.optim_factors import undecayed
 from lion.layers.weights import is_plain, linear
 from lion.ops import Part, no_autocast
 from lion.ops.decay import scan_directions
+from lion.ops.dtypes import wide_dtype
 from lion.ops.modes import transforms_active
 from lion.ops.segments import segment_starts
 from lion.ops.selective_scan import selective_scan
@@ -105,7 +106,7 @@ class Side(nn.Module):
     def selection(self, v: Tensor, layout: Layout) -> Selection:
         """Return the arguments of the scan over channels v (B, L, E)."""
         with no_autocast(v):
-            wide = v.to(torch.promote_types(v.dtype, torch.float32))
+            wide = v.to(wide_dtype(v))
             low, B, C = linear(self.select, wide).split(self.split, -1)
             dt = F.softplus(linear(self.step, low) + self.step_bias.to(wide.dtype))
         if layout.valid is not None:
@@ -226,7 +227,7 @@ class VimMixer(StateSpaceMixer):
     def initial_state(self, batch: int) -> VimState:
         self.check_causal()
         (side,) = self.directions()
-        wide = torch.promote_types(side.a.dtype, torch.float32)
+        wide = wide_dtype(side.a)
         return VimState(side.convolution.initial_state(batch), side.a.new_zeros(batch, *side.a.shape, dtype=wide))
 
     def prefill(self, x: Tensor, layout: Layout = PLAIN) -> tuple[Tensor, VimState]:

@@ -40,6 +40,7 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.running import entering_maximum, running_maximum
 from lion.layers.weights import linear
 from lion.ops import Gates, Settings, linear_attention_parts, no_autocast, split_attention_parts
+from lion.ops.dtypes import wide_dtype
 from lion.ops.features import apply_feature_map
 
 SIGMOID, EXP = "sigmoid", "exp"
@@ -147,7 +148,7 @@ class MLSTMAttention(LionAttention):
             return super().mix(x, q, k, v, layout)
         q, k = (apply_feature_map(self.config.feature_map, t) for t in (q, k))
         with no_autocast(x):
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = wide_dtype(x)
             i, log_f = cast("InputAndForgetGate", self.first_decay()).logits(x.to(wide))
             scans = {name: stabilised(i, log_f, layout, name == "backward") for name in ("forward", "backward")}
             m = torch.maximum(*(scan.m for scan in scans.values()))
