@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
-from lion.ops.forms import prepare, sums_of
+from lion.ops.arguments import Gates, check_call, no_autocast
+from lion.ops.forms import call_sums, prepare, sums_of
 from lion.ops.full import product, product_row_sum
 from lion.ops.fused import fits, fused_attention
 from lion.ops.scale import normalized, row_factor
 from lion.ops.segments import SegmentIndex
-from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.settings import DEFAULTS, Settings
 from lion.ops.tokens import Sums, Tokens
 
 
@@ -54,23 +54,17 @@ def linear_attention(
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
         RuntimeError: A call under `torch.jit.trace`.
     """
-    check_tokens(q, k, v)
-    gates = take_gates(gates, fields)
-    settings = with_fields(settings, fields, unused=("scan_merge",))
-    check_gates(q, gates, settings)
+    gates, settings = check_call(q, k, v, gates, settings, fields)
     with no_autocast(q):
         scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
         if of_rows is None and fits(scores.tokens, settings, scores.form):
             return fused_attention(scores.tokens, settings).to(v.dtype)
-        row_sum = None
-        if of_rows is not None:
-            row_sum = sums_of(of_rows).row_sum
         if scores.form == "product":
+            row_sum = None
+            if of_rows is not None:
+                row_sum = sums_of(of_rows).row_sum
             return divided_product(scores.tokens, settings, row_sum, gates.floor).to(v.dtype)
-        sums = sums_of(scores)
-        if of_rows is not None:
-            sums = Sums(sums.numerator, row_sum)
-        return normalized(sums, settings, q.shape[-1], gates.floor).to(v.dtype)
+        return normalized(call_sums(scores, of_rows), settings, q.shape[-1], gates.floor).to(v.dtype)
 
 
 def divided_product(tokens: Tokens, settings: Settings, row_sum: Tensor | None, floor: Tensor | None) -> Tensor:
@@ -103,15 +97,8 @@ def linear_attention_parts(
     therefore be added up before the division. The arguments are those of `linear_attention` except the gates `prefix`
     and `floor`, and `scale` and `eps`. With `normalize="none"` the row sum is None.
     """
-    check_tokens(q, k, v)
-    gates = take_gates(gates, fields, prefix=False)
-    settings = with_fields(settings, fields, unused=("scale", "eps", "scan_merge"))
-    check_gates(q, gates, settings)
+    gates, settings = check_call(q, k, v, gates, settings, fields, unused=("scale", "eps"), prefix=False)
     if gates.floor is not None:
         raise ValueError("floor: linear_attention_parts does not divide")
     with no_autocast(q):
-        scores, of_rows = prepare(q, k, v, gates, valid, segments, settings)
-        sums = sums_of(scores)
-        if of_rows is not None:
-            sums = Sums(sums.numerator, sums_of(of_rows).row_sum)
-        return sums
+        return call_sums(*prepare(q, k, v, gates, valid, segments, settings))

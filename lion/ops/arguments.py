@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lion.ops.dtypes import wide_dtype
 from lion.ops.modes import is_static, may_wait
-from lion.ops.settings import Settings
+from lion.ops.settings import Settings, with_fields
 
 
 def mismatch(name: str, expected: str, x: Any) -> ValueError:
@@ -119,6 +119,28 @@ def take_gates(gates: Gates | Tensor | None, fields: dict[str, Any], *, prefix: 
     if gates.prefix is not None and not prefix:
         raise ValueError("prefix: only linear_attention and prefill take it")
     return gates
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates | Tensor | None,
+    settings: Settings,
+    fields: dict[str, Any],
+    *,
+    unused: tuple[str, ...] = (),
+    prefix: bool = True,
+) -> tuple[Gates, Settings]:
+    """Check the arguments of a call, and return its gates and settings, with the `fields` that are passed by name.
+
+    `unused` are settings that the call does not have; without `prefix`, it does not take this gate.
+    """
+    check_tokens(q, k, v)
+    gates = take_gates(gates, fields, prefix=prefix)
+    settings = with_fields(settings, fields, ("scan_merge", *unused))
+    check_gates(q, gates, settings)
+    return gates, settings
 
 
 def check_gates(q: Tensor, gates: Gates, settings: Settings) -> None:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
+from lion.ops.arguments import Gates, check_call, no_autocast
 from lion.ops.decay import decay_mask, make_directions
 from lion.ops.forms import prepare
 from lion.ops.full import weighted_sum, with_own_keys
 from lion.ops.modes import transforms_active
 from lion.ops.scale import normalized
 from lion.ops.segments import SegmentIndex
-from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.settings import DEFAULTS, Settings
 from lion.ops.tokens import Sums, Tokens
 
 
@@ -51,10 +51,7 @@ def blockwise_attention(
     Raises:
         ValueError: An argument of the wrong shape, dtype or name, or two arguments that cannot be combined.
     """
-    gates = take_gates(gates, fields)
-    settings = with_fields(settings, fields, unused=("form", "dropout_p", "scan_merge"))
-    check_tokens(q, k, v)
-    check_gates(q, gates, settings)
+    gates, settings = check_call(q, k, v, gates, settings, fields, unused=("form", "dropout_p"))
     vector = gates.log_decay is not None and gates.log_decay.dim() in (2, 4)
     if gates.delta or vector:
         raise ValueError(

@@ -105,6 +105,14 @@ def path_of(tokens: Tokens, settings: Settings, form: str) -> str:
     return "chunk"
 
 
+def call_sums(scores: Scores, of_rows: Scores | None) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) of a call; its row sums are those of `of_rows`, if they differ."""
+    sums = sums_of(scores)
+    if of_rows is None:
+        return sums
+    return Sums(sums.numerator, sums_of(of_rows).row_sum)
+
+
 def sums_of(scores: Scores) -> Sums:
     """Compute the sums over keys (B, H, L, ..) of scores by their form."""
     tokens, settings, form = scores

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lion.ops.arguments import Gates, check_gates, check_tokens, no_autocast, take_gates
+from lion.ops.arguments import Gates, check_call, no_autocast
 from lion.ops.chunk import mix
 from lion.ops.decay import Direction, bounded, decay_mask, make_directions
 from lion.ops.delta import delta_sums
@@ -30,7 +30,7 @@ from lion.ops.forms import Scores, prepare, sums_of
 from lion.ops.rnn import written_state
 from lion.ops.scale import normalized
 from lion.ops.segments import SegmentIndex
-from lion.ops.settings import DEFAULTS, Settings, with_fields
+from lion.ops.settings import DEFAULTS, Settings
 from lion.ops.tokens import State, Sums
 
 
@@ -64,13 +64,9 @@ def split_attention(
     Raises:
         ValueError: As in `linear_attention`; dropout of scores; or segments that are not numbered over whole rows.
     """
-    gates = take_gates(gates, fields)
-    settings = with_fields(settings, fields, unused=("scan_merge",))
-    check_tokens(q, k, v)
-    check_gates(q, gates, settings)
-    given = gates._replace(floor=None, prefix=None)
-    sums = split_attention_parts(q, k, v, given, part=part, valid=valid, segments=segments, settings=settings)
+    gates, settings = check_call(q, k, v, gates, settings, fields)
     with no_autocast(q):
+        sums = sums_of_part(q, k, v, gates._replace(prefix=None), part, valid, segments, settings)
         return normalized(sums, settings, q.shape[-1], gates.floor).to(v.dtype)
 
 
@@ -94,19 +90,30 @@ def split_attention_parts(
         The numerator (B, H, L, E) and the row sum (B, H, L) of the tokens of this process, see
         `linear_attention_parts`.
     """
-    gates = take_gates(gates, fields, prefix=False)
-    settings = with_fields(settings, fields, unused=("scan_merge",))
-    check_tokens(q, k, v)
-    check_gates(q, gates, settings)
+    gates, settings = check_call(q, k, v, gates, settings, fields, prefix=False)
     if gates.floor is not None:
         raise ValueError("floor: split_attention_parts does not divide")
+    with no_autocast(q):
+        return sums_of_part(q, k, v, gates, part, valid, segments, settings)
+
+
+def sums_of_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    part: Part,
+    valid: Tensor | None,
+    segments: SegmentIndex | None,
+    settings: Settings,
+) -> Sums:
+    """Compute the sums over keys (B, H, L, ..) of checked arguments."""
     if settings.dropout_p:
         raise ValueError("dropout_p: scores between parts are not computed, so they cannot be dropped")
-    with no_autocast(q):
-        scores, of_rows = prepare(q, k, v, gates, valid, part.numbered(segments), settings)
-        if gates.delta:
-            return delta_sums(scores.tokens, settings, scores.form, part)
-        return split_sums(scores, of_rows, part)
+    scores, of_rows = prepare(q, k, v, gates, valid, part.numbered(segments), settings)
+    if gates.delta:
+        return delta_sums(scores.tokens, settings, scores.form, part)
+    return split_sums(scores, of_rows, part)
 
 
 def split_sums(scores: Scores, of_rows: Scores | None, part: Part) -> Sums:

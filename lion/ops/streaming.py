@@ -11,7 +11,7 @@ from torch import Tensor
 from lion.ops.arguments import Gates, check_gates, check_tokens, mismatch, no_autocast, take_gates
 from lion.ops.delta import delta_advance, delta_prefill
 from lion.ops.dtypes import wide_dtype
-from lion.ops.forms import Scores, prepare, sums_of
+from lion.ops.forms import Scores, call_sums, prepare
 from lion.ops.rnn import advance, direction_of, written_state
 from lion.ops.scale import normalized
 from lion.ops.segments import SegmentIndex, check_masks
@@ -114,9 +114,7 @@ def prefill(
         if scores.tokens.delta:
             y, state = delta_prefill(scores.tokens, settings)
             return normalized(Sums(y, None), settings, dim).to(v.dtype), state
-        sums = sums_of(scores)
-        if of_rows is not None:
-            sums = Sums(sums.numerator, sums_of(of_rows).row_sum)
+        sums = call_sums(scores, of_rows)
         if gates.prefix is not None:  # the state has the gradients of the decays
             scores, of_rows = prepare(q, k, v, gates._replace(prefix=None), valid, segments, settings)
         state = last_state(scores)
