@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lion.config import present
-from lion.ops import Part, SegmentIndex, check_masks, segment_index
+from lion.ops import Part, SegmentIndex
 from lion.ops.arguments import check_dense
 from lion.ops.modes import may_wait
-from lion.ops.segments import segment_starts
+from lion.ops.segments import check_masks, index_of, segment_starts
 from lion.ops.settings import hint
 
 MASK_OF_TOKENS = "True marks tokens: pass layout=mask, but of PyTorch's key_padding_mask layout=~key_padding_mask"
@@ -113,8 +113,8 @@ class Layout(NamedTuple):
             valid, segments = segments if valid is None else valid & segments, None
         if valid is None and segments is None:
             return self
-        check_masks(x[:, None], valid, segments)
-        index, prepared = segment_index(valid, segments)
+        check_masks(x.shape[:2], valid, segments)
+        index, prepared = index_of(valid, segments)
         valid = present(prepared, "valid")
         positions = valid.cumsum(1) - 1
         if index is not None:  # positions restart in each segment

@@ -10,7 +10,7 @@ from lion.ops.multiscan import multi_scan_attention
 from lion.ops.one_scan import one_scan_attention
 from lion.ops.reference import reference_attention, reference_one_scan_attention
 from lion.ops.rotary import rope_frequencies, rotary_angles, rotate
-from lion.ops.segments import SegmentIndex, check_masks, segment_index
+from lion.ops.segments import SegmentIndex, segment_index
 from lion.ops.settings import FORMS, NORMALIZE, SCAN_MERGES, Settings, resolve_form
 from lion.ops.split import split_attention, split_attention_parts
 from lion.ops.split_one_scan import log_sum_outside, split_one_scan_attention
@@ -30,7 +30,6 @@ __all__ = [
     "Settings",
     "State",
     "blockwise_attention",
-    "check_masks",
     "includes_query_decay",
     "initial_state",
     "linear_attention",

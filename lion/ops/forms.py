@@ -55,9 +55,10 @@ def prepare(
     decays = gates.log_decay is not None
     form = resolve_form(settings.form, q.shape[2], decays or gates.delta, settings.dropout_p)
     if form != "rnn":  # the rnn form widens one piece at a time
-        q, k, v = q.to(sum_dtype(q)), k.to(sum_dtype(k)), v.to(sum_dtype(v))
+        dtype = sum_dtype(q)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     log_decay = expand_decay(gates.log_decay, q)
-    tokens = Tokens(q, k, v, log_decay, valid, masks.index, settings.phi, own_weight(gates, settings, q))
+    tokens = Tokens(q, k, v, log_decay, valid, masks.index, settings.feature_map, own_weight(gates, settings, q))
     if gates.delta:
         tokens = with_delta(tokens, gates)
     if gates.angles is None and gates.prefix is None and settings.normalize != "pre":

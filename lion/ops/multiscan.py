@@ -71,8 +71,8 @@ def multi_scan_attention(
     """
     check_tokens(q, k, v)
     settings = with_fields(settings, fields)
-    check_masks(q, valid, None)
     length, dim = q.shape[2:]
+    check_masks((q.shape[0], length), valid, None)
     if not is_integer_tensor(orders) or orders.dim() != 2 or orders.shape[1] != length or not len(orders):
         raise mismatch("orders", f"integer (scans, {length})", orders)
     if not isinstance(log_decays, (Sequence, Tensor)):
@@ -88,8 +88,8 @@ def multi_scan_attention(
         check_gates(q, Gates(log_decay), settings)
         check_values(Gates(log_decay), valid)
 
-    q = featurize(q, settings.phi, valid)
-    k = featurize(k, settings.phi, valid)
+    q = featurize(q, settings.feature_map, valid)
+    k = featurize(k, settings.feature_map, valid)
     settings = replace(settings, feature_map=None)
     merged = settings.scan_merge == "masks"
     scalar = all(log_decay.dim() in (1, 3) for log_decay in log_decays)

@@ -46,11 +46,16 @@ def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex
     for name, mask in (("valid", valid), ("segments", segments)):
         if mask is not None and not (torch.is_tensor(mask) and mask.dim() == 2):
             raise mismatch(name, "(B, L)", mask)
+    given = segments if valid is None else valid
+    if given is not None:
+        check_masks(given.shape, valid, segments)
+    return index_of(valid, segments)
+
+
+def index_of(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex:
+    """Return `segment_index` of masks whose shapes and dtypes have been checked."""
     if segments is None:
-        if valid is not None:
-            _check(valid.shape, valid, None)
         return SegmentIndex(None, valid)
-    _check(segments.shape if valid is None else valid.shape, valid, segments)
     segments = segments.long()
     own = segments >= 0
     valid = own if valid is None else valid & own
@@ -83,20 +88,16 @@ def prepared(q: Tensor, valid: Tensor | None, segments: Tensor | SegmentIndex | 
             if mask is not None and mask.shape != (q.shape[0], q.shape[2]):
                 raise mismatch("segments", f"a SegmentIndex of shape {(q.shape[0], q.shape[2])}", mask)
         return segments
-    check_masks(q, valid, segments)
-    return segment_index(valid, segments)
+    check_masks((q.shape[0], q.shape[2]), valid, segments)
+    return index_of(valid, segments)
 
 
-def check_masks(q: Tensor, valid: Tensor | None, segments: Tensor | None) -> None:
-    """Check that masks match tokens q (B, H, L, D).
+def check_masks(shape: tuple[int, ...], valid: Tensor | None, segments: Tensor | None) -> None:
+    """Check masks of tokens of the shape (B, L).
 
     Raises:
         ValueError: A mask of another shape or dtype.
     """
-    _check((q.shape[0], q.shape[2]), valid, segments)
-
-
-def _check(shape: tuple[int, ...], valid: Tensor | None, segments: Tensor | None) -> None:
     if valid is not None and not (torch.is_tensor(valid) and valid.shape == shape and valid.dtype == torch.bool):
         raise mismatch("valid", f"bool {tuple(shape)}", valid)
     if segments is not None:

@@ -128,13 +128,6 @@ class Settings:
         """Return whether rows are divided by a sum."""
         return self.normalize != "none"
 
-    @property
-    def phi(self) -> str | None:
-        """Return the name of the feature map that is to be applied, or None."""
-        if self.feature_map == REQUIRED:
-            return None
-        return self.feature_map
-
     def scale_of(self, dim: int) -> float:
         """Return the factor on scores of keys with `dim` dimensions."""
         if self.scale is None:
@@ -162,13 +155,15 @@ def with_fields(settings: Settings, given: dict[str, Any], unused: tuple[str, ..
             raise ValueError(f"{name}: not a setting here, {hint(name, [n for n in NAMES if n not in unused])}")
     if given:
         settings = replace(settings, **given)
-    if settings.feature_map == REQUIRED and settings.normalize in ("sum", "pre"):
+    if settings.feature_map != REQUIRED:
+        return settings
+    if settings.normalize in ("sum", "pre"):
         positive = [name for name, phi in FEATURE_MAPS.items() if phi.positive]
         raise ValueError(
             f"feature_map: normalize={settings.normalize!r} divides by row sums, which need positive scores; pass one "
             f"of {', '.join(positive)}, or None if q and k have been mapped already"
         )
-    return settings
+    return replace(settings, feature_map=None)
 
 
 def resolve_form(form: str, length: int, decays: bool = True, dropout_p: float = 0.0) -> str:

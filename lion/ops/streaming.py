@@ -55,7 +55,7 @@ def step(
     settings = with_fields(settings, fields, unused=(*UNUSED, "chunk_size"))
     settings = replace(settings, form="rnn", direction="forward", dropout_p=0.0, chunk_size=DEFAULTS.chunk_size)
     check_gates(q, gates, settings)
-    check_masks(q, valid, None)
+    check_masks((q.shape[0], q.shape[2]), valid, None)
     check_state(k, v, state)
     dim = q.shape[-1]
     with no_autocast(q):
