@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from lion.recipe import Recipe
 from tools.claims import NOT_RUN
 from tools.colours import colour_of
 from tools.paper import drawings, measured
-from tools.paper.page import bounds, shapes_of
+from tools.paper.page import bounds
 from tools.paper.parts import Part, parts_of
 from tools.paper.tables import Table
 from tools.plots import number_ticks, tidy
@@ -80,7 +80,7 @@ def plots_of(part: Part, reports: Path) -> dict[str, Plot]:
     made = sum(map(bool, part.results.values.values()))
     if part.scale != "mini" or made < max(2, rows / 2):
         return {}
-    shapes = shapes_of(part)
+    shapes = part.names_in("more")
     plots = {}
     if part.table.state:
         plots[part.name] = Plot((7, 4), partial(states, part=part))
@@ -91,10 +91,8 @@ def plots_of(part: Part, reports: Path) -> dict[str, Plot]:
     if part.table.lengths and shapes:
         plots[f"{part.name}{LENGTHS}"] = Plot((8, 4), partial(lengths, part=part))
     if part.name == SPEED_OF:
-        published = {name: row.published for name, row in part.table.rows.items()}
-        values = {name: list(found.values()) for name, found in part.results.values.items()}
         times = measured.step_times(reports)
-        plots[SPEED] = Plot((10, 4), partial(measured.speed, published=published, values=values, times=times))
+        plots[SPEED] = Plot((10, 4), partial(measured.speed, part=part, times=times))
     return plots
 
 
@@ -116,11 +114,8 @@ def by_layer(decays: Sequence[Sequence[float]], depth: int) -> list[list[float]]
     """Return the decays of a model by layer, those of all scans of a layer together."""
     scans = len(decays) // depth
     layers: list[list[float]] = []
-    for layer in range(depth):
-        values: list[float] = []
-        for heads in decays[layer * scans : (layer + 1) * scans]:
-            values += heads
-        layers.append(values)
+    for first in range(0, len(decays), scans):
+        layers.append(list(itertools.chain(*decays[first : first + scans])))
     return layers
 
 
@@ -143,24 +138,28 @@ def decays(fig: Any, kinds: Mapping[str, list[list[list[float]]]]) -> None:
 def lengths(fig: Any, part: Part) -> None:
     """Plot mean and 95 % interval of each row on windows of held-out text, by the number of tokens."""
     ax = fig.subplots()
-    windows = {name: int(name.split()[0]) for name in shapes_of(part)}
+    windows = {name: int(name.split()[0]) for name in part.names_in("more")}
     count: dict[str, int] = {}
-    for place, (row, runs) in enumerate(part.results.runs.items()):
+    for place, row in enumerate(part.table.rows):
         points: dict[int, list[float]] = {}
         for name, tokens in windows.items():
-            values = [part.metric.scaled(run["more"][name]) for run in runs.values() if name in run["more"]]
+            values = part.held_out(row, name)
             if values:
                 points[tokens] = values
         if points:
             look = style(count, row) | {"marker": MARKERS[place % len(MARKERS)], "markerfacecolor": "none"}
-            means = list(map(statistics.mean, points.values()))
-            ax.errorbar(list(points), means, errors(part, points.values()), capsize=3, label=row, **look)
-    ticks = sorted(windows.values())
+            means, errors = intervals(part, points.values())
+            ax.errorbar(list(points), means, errors, capsize=3, label=row, **look)
     ax.set(xlabel="tokens of a window", ylabel=part.metric.heading)
-    number_ticks(ax, ticks)
+    number_ticks(ax, sorted(windows.values()))
     tidy(ax)
-    fig.legend(loc="outside right center", frameon=False)
-    fig.suptitle(f"{part.table.title}, by length", fontsize=10)
+    finish(fig, f"{part.table.title}, by length")
+
+
+def finish(fig: Any, title: str, *rows: Any) -> None:
+    """Write the title of a figure, and a legend: of these handles and labels, or of all that are drawn."""
+    fig.legend(*rows, loc="outside right center", frameon=False)
+    fig.suptitle(title, fontsize=10)
 
 
 def states(fig: Any, part: Part) -> None:
@@ -175,14 +174,14 @@ def states(fig: Any, part: Part) -> None:
     ticks: set[int] = set()
     for marker, (mixer, found) in zip(MARKERS, lines.items()):
         x, y = zip(*sorted(found))
+        means, errors = intervals(part, y)
         look = {"fmt": f"{marker}-", "capsize": 3, "color": colour_of(mixer), "markerfacecolor": "none"}
-        ax.errorbar(x, list(map(statistics.mean, y)), errors(part, y), label=mixer, **look)
+        ax.errorbar(x, means, errors, label=mixer, **look)
         ticks.update(x)
     ax.set(xlabel="numbers of the state of a layer and direction", ylabel=part.metric.heading)
     number_ticks(ax, sorted(ticks), rotation=45, fontsize=7)
     tidy(ax)
-    fig.legend(loc="outside right center", frameon=False)
-    fig.suptitle(part.table.title, fontsize=10)
+    finish(fig, part.table.title)
 
 
 def mixer_of(row: str) -> str:
@@ -190,17 +189,19 @@ def mixer_of(row: str) -> str:
     return row.split()[0].rstrip(",")
 
 
-def errors(part: Part, found: Iterable[Sequence[float]]) -> list[list[float]]:
-    """Return the distances of means from the lower and the upper ends of their intervals; 0 for one or two runs."""
+def intervals(part: Part, found: Iterable[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Return means, and their distances from the ends of their intervals, below and above; 0 for one or two runs."""
+    means = []
     below = []
     above = []
     for values in found:
         low = mean = high = statistics.mean(values)
-        if len(values) > 2:
+        if len(values) > 2:  # two runs have an interval that hides the others
             low, high = bounds(part.metric, values)
+        means.append(mean)
         below.append(mean - low)
         above.append(high - mean)
-    return [below, above]
+    return means, [below, above]
 
 
 def state_numbers(recipe: Recipe) -> int:
@@ -231,30 +232,33 @@ def style(count: dict[str, int], row: str) -> dict[str, Any]:
 def ends(fig: Any, part: Part) -> None:
     """Plot the value of each run, and mean and interval of each row, beside the first column of the paper."""
     rows = list(part.table.rows)
-    published = {name: number_of(part, name) for name in rows}
-    columns = 1 if set(published.values()) == {None} else 2
-    axes = fig.subplots(1, columns, sharey=True, squeeze=False)[0]
+    published = {}
+    for column in part.table.columns[:1]:
+        for name in rows:
+            published[name] = part.table.printed(name, column)
+    panels = 2 if any(published.values()) else 1
+    axes = fig.subplots(1, panels, sharey=True, squeeze=False)[0]
     for place, name in enumerate(rows):
         values = list(part.results.values[name].values())
         colour = colour_of(name)
-        if published[name] is not None:
-            value, half = published[name]
-            axes[-1].errorbar(value, place, xerr=half, fmt="D", color=colour, markerfacecolor="white", capsize=3)
-        if values:  # two runs have an interval that hides the others
+        number = published.get(name)
+        if number:
+            value, half = number
+            axes[1].errorbar(value, place, xerr=half, fmt="D", color=colour, markerfacecolor="white", capsize=3)
+        if values:
             axes[0].plot(values, [place] * len(values), "o", color=colour, alpha=0.35, markersize=4)
-            mean = statistics.mean(values)
-            axes[0].errorbar(mean, place, xerr=errors(part, [values]), fmt="D", color=colour, capsize=3)
+            means, errors = intervals(part, [values])
+            axes[0].errorbar(means, place, xerr=errors, fmt="D", color=colour, capsize=3)
         else:
             axes[0].annotate(NOT_RUN, (0.01, place), xycoords=("axes fraction", "data"), color="0.5", va="center")
     axes[0].set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
     better = "higher" if part.metric.higher_is_better else "lower"
     data = part.table.mini.note.partition(", ")[0]
     heading = f"{part.results.split} {part.metric.heading}, {better} is better"
-    if columns == 1:
-        axes[0].set_title(heading, fontsize=9)
-    else:
-        axes[0].set_title(f"here: {data}\n{heading}", fontsize=9)
+    if panels == 2:
+        heading = f"here: {data}\n{heading}"
         axes[1].set_title(f"paper: {part.table.columns[0]}", fontsize=9)
+    axes[0].set_title(heading, fontsize=9)
     for ax in axes:
         tidy(ax, "x")
     fig.suptitle(f"{part.table.title} ({part.scale})", fontsize=10)
@@ -262,67 +266,34 @@ def ends(fig: Any, part: Part) -> None:
 
 def sizes(fig: Any, part: Part) -> None:
     """Plot the values of each row on the further held-out sets, LENGTHxITEMS: a panel for each series of sets."""
-    shapes = [HeldOut.of(name) for name in shapes_of(part)]
+    shapes = {}
+    for name in part.names_in("more"):
+        tokens, items = name.split("x")
+        shapes[int(tokens), int(items)] = name
     length = part.cells[0].recipe.data.length
-    items = most_common([each.items for each in shapes])
+    common = statistics.mode(sorted(items for _, items in shapes))  # the smallest of several
+    by_items = {items: name for (tokens, items), name in shapes.items() if tokens == length}
+    by_length = {tokens: name for (tokens, items), name in shapes.items() if items == common}
     left, right = fig.subplots(1, 2, sharey=True)
-    by_items = {each.items: each.name for each in shapes if each.length == length}
-    by_length = {each.length: each.name for each in shapes if each.items == items}
-    count: dict[str, int] = {}
-    for row, runs in part.results.runs.items():
-        if not runs:
-            continue
-        look = style(count, row)
-        for ax, names in ((left, by_items), (right, by_length)):
-            series(ax, part, row, names, look)
     for ax, names, title in (
         (left, by_items, f"items in {length} tokens, the length of training"),
-        (right, by_length, f"tokens with {items} items"),
+        (right, by_length, f"tokens with {common} items"),
     ):
+        count: dict[str, int] = {}
+        for row, runs in part.results.runs.items():
+            if runs:
+                series(ax, part, row, names, style(count, row))
         ax.set(xlabel=title)
         number_ticks(ax, sorted(names))
         tidy(ax)
     left.set_ylabel(part.metric.heading)
-    fig.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    fig.suptitle(f"{part.table.title}: means over seeds, and each seed", fontsize=10)
+    finish(fig, f"{part.table.title}: means over seeds, and each seed", *left.get_legend_handles_labels())
 
 
 def series(ax: Any, part: Part, row: str, names: Mapping[int, str], look: dict[str, Any]) -> None:
     """Plot the values of the runs of a row on held-out sets, by the number that differs between these."""
-    runs = list(part.results.runs[row].values())
     x = sorted(names)
-    seeds = []
-    for run in runs:
-        seeds.append([part.metric.scaled(run["more"][names[place]]) for place in x])
-    ax.plot(x, list(map(statistics.mean, zip(*seeds))), label=row, **look)
-    for y in seeds:
+    values = [part.held_out(row, names[place]) for place in x]
+    ax.plot(x, list(map(statistics.mean, values)), label=row, **look)
+    for y in zip(*values):
         ax.plot(x, y, color=look["color"], alpha=0.3, linewidth=0.6)
-
-
-class HeldOut(NamedTuple):
-    """A further held-out set: samples of `length` tokens with `items` items."""
-
-    name: str
-    length: int
-    items: int
-
-    @classmethod
-    def of(cls, name: str) -> HeldOut:
-        length, items = name.split("x")
-        return cls(name, int(length), int(items))
-
-
-def most_common(counts: Sequence[int]) -> int:
-    """Return the number that occurs most often; the smallest of several."""
-    return max(sorted(set(counts)), key=counts.count)
-
-
-def number_of(part: Part, name: str) -> tuple[float, float] | None:
-    """Return the number in the first column of the paper for a row, if any, and its interval, "17.42 ± 1.11", or 0."""
-    if not part.table.columns:
-        return None
-    text = str(part.table.rows[name].published.get(part.table.columns[0], ""))
-    found = re.match(r"(\d+(?:\.\d+)?)(?: ± (\d+\.\d+))?", text)
-    if found is None:
-        return None
-    return float(found[1]), float(found[2] or 0)

@@ -75,8 +75,10 @@ def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cel
 
 def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
     """Return the runs with the first seed of the best rows; none before all runs of the table are finished."""
+    if not every:
+        return []
     results = results_of(table, every, store)
-    if not every or results.made < len(every):
+    if results.made < len(every):
         return []
     means = {row: statistics.mean(found.values()) for row, found in results.values.items() if found}
     falling = table.metric(every).higher_is_better

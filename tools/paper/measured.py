@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tools.colours import SOFTMAX, colour_of
+from tools.paper.parts import Part
 from tools.plots import number_ticks, tidy
 from tools.store import Row
 
@@ -46,27 +46,24 @@ def step_times(reports: Path) -> dict[str, float]:
     return found
 
 
-def speed(
-    fig: Any, published: Mapping[str, Row], values: Mapping[str, list[float]], times: Mapping[str, float]
-) -> None:
+def speed(fig: Any, part: Part, times: Mapping[str, float]) -> None:
     """Plot accuracy by the time of a training step relative to softmax: the paper's (Table 2, right), and ours.
 
     Args:
         fig: The figure.
-        published: The paper's values by row: `top-1 small`, `time small`, and those of `base`.
-        values: Accuracies of our runs by row.
+        part: The table, with the columns `top-1 small`, `time small`, and those of `base`.
         times: Our times by row.
     """
     left, right = fig.subplots(1, 2)
-    for row, cells in published.items():
+    for row in part.table.rows:
         for size, marker in (("small", "o"), ("base", "s")):
-            x = number(cells.get(f"time {size}"))
-            y = number(cells.get(f"top-1 {size}"))
-            if x is not None and y is not None:
-                point(left, row, x, y, marker)
-    for row, found in values.items():
+            x = part.table.printed(row, f"time {size}")
+            y = part.table.printed(row, f"top-1 {size}")
+            if x and y:
+                point(left, row, x[0], y[0], marker)
+    for row, found in part.results.values.items():
         if found and row in times:
-            point(right, row, times[row], statistics.mean(found), "o")
+            point(right, row, times[row], statistics.mean(found.values()), "o")
     left.set_title("paper: ImageNet-1k, GPU; small (o), base (squares)", fontsize=9)
     right.set_title("here: accuracy of small runs, times of DeiT-S's width on 2 CPU cores", fontsize=9)
     number_ticks(left, [0.7, 1, 2, 5, 10])
@@ -118,10 +115,3 @@ def point(ax: Any, row: str, x: float, y: float, marker: str) -> None:
     filling = "white" if "multiscan" in row else None
     ax.plot(x, y, marker, color=colour_of(row), markerfacecolor=filling)
     ax.annotate(row, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)
-
-
-def number(text: str | None) -> float | None:
-    found = re.search(r"\d+(\.\d+)?", text or "")
-    if found is None:
-        return None
-    return float(found[0])

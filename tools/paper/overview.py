@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tools.claims import CLAIM, COLUMNS, INCOMPLETE, NOT_RUN, UNDECIDED, VERDICTS, Comparison, row_of
 from tools.paper.parts import Part
-from tools.tables import Cell, fill, pipes
+from tools.tables import pipes
 
 TEXT = ("claim", "question", "table", "data", "verdict", "note")  # columns of text
 
@@ -20,14 +19,6 @@ class Judged(NamedTuple):
     comparison: Comparison
     verdict: str
     runs: tuple[Any, ...]
-
-
-class Shown(NamedTuple):
-    """A row of the overview: a comparison, its cells by `COLUMNS` of claims, and all tables that have it."""
-
-    judged: Judged
-    cells: dict[str, str]
-    tables: list[Part]
 
 
 def overview(kind: str, judged: Sequence[Judged], level: float) -> str:
@@ -45,22 +36,28 @@ def overview(kind: str, judged: Sequence[Judged], level: float) -> str:
     for wanted in order[: 3 if kind == CLAIM else 2]:
         for each, group in zip(best, groups):
             if each.verdict == wanted:
-                cells = dict(zip(COLUMNS, row_of(each.comparison, each.verdict, level)))
-                rows.append(Shown(each, cells, [other.part for other in group]))
-    columns: dict[str, Cell] = {
-        kind: lambda row: row.cells["pair"],
-        "table": places,
-        "data": lambda row: row.judged.part.cells[0].recipe.data.name,
-        "here": lambda row: f"{row.cells['difference']} {row.judged.comparison.unit}",
-        "paper": lambda row: printed(row.judged.part, row.judged.comparison.pair),
-        "p": lambda row: row.cells["p"],
-        "verdict": lambda row: row.cells["verdict"],
-        "smallest visible": lambda row: row.cells["smallest visible"],
-        "parameters": parameters,
-        "note": lambda row: row.judged.part.table.notes.get(row.judged.comparison.name, ""),
-    }
-    header, cells = fill(columns, rows)
-    return f"Of {len(best)}: {', '.join(counts)}.\n\n{pipes(header, cells, text=TEXT)}"
+                rows.append(row(each, group, level))
+    header = [kind, "table", "data", "here", "paper", "p", "verdict", "smallest visible", "parameters", "note"]
+    return f"Of {len(best)}: {', '.join(counts)}.\n\n{pipes(header, rows, text=TEXT)}"
+
+
+def row(judged: Judged, group: Sequence[Judged], level: float) -> list[str]:
+    """Return the cells of a comparison, which stands in all tables of a group."""
+    part = judged.part
+    comparison = judged.comparison
+    cells = dict(zip(COLUMNS, row_of(comparison, judged.verdict, level)))
+    return [
+        cells["pair"],
+        places(group),
+        part.cells[0].recipe.data.name,
+        f"{cells['difference']} {comparison.unit}",
+        printed(part, comparison.pair),
+        cells["p"],
+        cells["verdict"],
+        cells["smallest visible"],
+        parameters(judged),
+        part.table.notes.get(comparison.name, ""),
+    ]
 
 
 def same_runs(kind: str, judged: Sequence[Judged]) -> dict[tuple[Any, ...], list[Judged]]:
@@ -77,39 +74,26 @@ def same_runs(kind: str, judged: Sequence[Judged]) -> dict[tuple[Any, ...], list
     return found
 
 
-def places(row: Shown) -> str:
-    """Return the tables that have the comparison, by their numbers in the papers."""
-    names: dict[str, None] = {}
-    for part in row.tables:
-        name = part.name
-        if part.table.columns:
-            name = part.table.title.partition(":")[0]
-        names[name] = None
-    return "; ".join(names)
+def places(group: Sequence[Judged]) -> str:
+    """Return the tables of comparisons, by their numbers in the papers."""
+    names = []
+    for each in group:
+        table = each.part.table
+        names.append(table.title.partition(":")[0] if table.columns else each.part.name)
+    return "; ".join(dict.fromkeys(names))
 
 
-def parameters(row: Shown) -> str:
+def parameters(judged: Judged) -> str:
     """Return the parameters of the first row of the comparison divided by those of the second."""
-    runs = row.judged.part.results.runs
-    first, second = (next(iter(runs[name].values()))["parameters"] for name in row.judged.comparison.pair)
+    runs = judged.part.results.runs
+    first, second = (next(iter(runs[name].values()))["parameters"] for name in judged.comparison.pair)
     return f"{first / second:.2f}"
 
 
 def printed(part: Part, pair: tuple[str, str]) -> str:
     """Return the difference of two rows in the paper, positive where the first row is better; "-" if it has none."""
     for column in part.table.columns:
-        first, second = (published_number(part, row, column) for row in pair)
-        if first is not None and second is not None:
-            difference = first - second
-            if not part.metric.higher_is_better:
-                difference = -difference
-            return f"{difference:+.2f}"
+        first, second = (part.table.printed(row, column) for row in pair)
+        if first and second:
+            return f"{part.metric.gain(first[0], second[0]):+.2f}"
     return "-"
-
-
-def published_number(part: Part, row: str, column: str) -> float | None:
-    text = str(part.table.rows[row].published.get(column, ""))
-    found = re.match(r"[\d.]+", text.replace("×", ""))
-    if found is None:
-        return None
-    return float(found[0])

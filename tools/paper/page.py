@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -20,8 +19,8 @@ from tools.paper.results import Results, rows_of
 from tools.paper.tables import Table
 from tools.statistics import POWER, RULE, interval, power, seeds_needed
 from tools.store import Row, Store
-from tools.tables import Cell, digits, fill, pipes
 from tools.tables import Table as TextTable
+from tools.tables import digits, pipes
 
 # columns of text
 TEXT = ("row", "claim", "question", "verdict", "table", "model", "fine-tuned as", "answers")
@@ -92,12 +91,12 @@ SOLVED = 99  # percent
 def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, str]) -> str:
     """Return the page; `figures` are the file names of plots, by table."""
     parts = sorted(parts_of(tables, store), key=lambda part: not part.has_runs)
-    judged, level = judge(parts)
-    counted = [each for each in judged if counts(each.part)]
+    counted, others, level = judge(parts)
+    judged = counted + others
+    elsewhere = sum(each.comparison.kind == CLAIM for each in others)
     text = ["# The papers' tables, run again", opening(parts)]
     for kind, heading in HEADINGS.items():
         text += [f"## {heading}", overview(kind, counted, level)]
-        elsewhere = number_of(kind, judged) - number_of(kind, counted)
         if kind == CLAIM and elsewhere:
             text.append(f"{elsewhere} further claims need runs at the papers' scale, of which there are none yet.")
     different = {each.runs for each in counted}
@@ -111,30 +110,21 @@ def markdown(tables: Mapping[str, Table], store: Store, figures: Mapping[str, st
     return "\n\n".join(text) + "\n"
 
 
-def judge(parts: Sequence[Part]) -> tuple[list[Judged], float]:
-    """Return the comparisons of all tables with their verdicts, and the level of p below which one more is decided."""
-    found = []
+def judge(parts: Sequence[Part]) -> tuple[list[Judged], list[Judged], float]:
+    """Judge the comparisons of all tables, corrected together without those of published tables that have no runs.
+
+    Returns:
+        The comparisons that are corrected, the others, and the level of p below which one more would be decided.
+    """
+    counted = []
+    others = []
     for part in parts:
+        own = counted if part.scale == "mini" or part.has_runs else others
         for each in comparisons(part, parts):
-            found.append(Judged(part, each, NOT_RUN, part.runs_of(each)))
-    counted = [each for each in found if counts(each.part)]
+            own.append(Judged(part, each, NOT_RUN, part.runs_of(each)))
     words, level = verdicts([each.comparison for each in counted], [each.runs for each in counted])
-    every = iter(words)
-    judged = []
-    for each in found:
-        if counts(each.part):
-            each = each._replace(verdict=next(every))
-        judged.append(each)
-    return judged, level
-
-
-def counts(part: Part) -> bool:
-    """Return whether the correction counts the comparisons of a table."""
-    return part.scale == "mini" or part.has_runs
-
-
-def number_of(kind: str, judged: Sequence[Judged]) -> int:
-    return sum(each.comparison.kind == kind for each in judged)
+    counted = [each._replace(verdict=word) for each, word in zip(counted, words)]
+    return counted, others, level
 
 
 def opening(parts: Sequence[Part]) -> str:
@@ -182,20 +172,19 @@ def figure_table(figures: Mapping[str, str]) -> str:
 
 def summary(parts: Sequence[Part], judged: Sequence[Judged], store: Store) -> str:
     """Return a table of the numbers of runs, of verdicts on claims, of answered questions, and of hours, by table."""
-    columns: dict[str, Cell] = {
-        "table": lambda part: f"{part.name}, {part.scale}",
-        "runs": lambda part: f"{part.results.made} of {len(part.cells)}",
-    }
-    for verdict in (*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN):
-        columns[verdict] = partial(verdict_count, judged=judged, verdict=verdict)
-    columns["answers"] = partial(answers, judged=judged)
-    columns["core hours left"] = partial(left, store=store)
-    header, cells = fill(columns, parts)
+    words = [*VERDICTS[CLAIM], UNDECIDED, INCOMPLETE, NOT_RUN]
+    rows = []
+    for part in parts:
+        claims = verdicts_of(part, judged, CLAIM)
+        row = [f"{part.name}, {part.scale}", f"{part.results.made} of {len(part.cells)}"]
+        for word in words:
+            row.append(str(claims.count(word)) if claims else "-")
+        rows.append([*row, answers(part, judged), left(part, store)])
     every = rows_of(store).values()
     gpu = [row for row in every if on_gpu(row)]
     total = sum(hours(row) for row in every if not on_gpu(row))
     changed = sum(bool(row["changed"]) for row in every)
-    table = pipes(header, cells, text=TEXT)
+    table = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
         f"{table}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
         "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
@@ -208,13 +197,6 @@ def summary(parts: Sequence[Part], judged: Sequence[Judged], store: Store) -> st
 def verdicts_of(part: Part, judged: Sequence[Judged], kind: str) -> list[str]:
     """Return the verdicts on the comparisons of a kind of one table."""
     return [each.verdict for each in judged if each.part is part and each.comparison.kind == kind]
-
-
-def verdict_count(part: Part, judged: Sequence[Judged], verdict: str) -> str:
-    claims = verdicts_of(part, judged, CLAIM)
-    if not claims:
-        return "-"
-    return str(claims.count(verdict))
 
 
 def answers(part: Part, judged: Sequence[Judged]) -> str:
@@ -250,14 +232,6 @@ def left(part: Part, store: Store) -> str:
             return "-"
         known = [hours(estimated)]
     return digits(missing * statistics.median(known))
-
-
-def replaced(part: Part) -> list[str]:
-    """Return the settings of the runs' data that replace those of the recipe, as on the command line."""
-    found: dict[str, None] = {}
-    for row in part.rows:
-        found.update(dict.fromkeys(row["replaced"]))
-    return list(found)
 
 
 def section(part: Part, judged: Sequence[Judged], level: float) -> list[str]:
@@ -303,7 +277,7 @@ def facts(part: Part) -> str:
     """Return what the runs of a table share, as a Markdown list."""
     results = part.results
     data = part.cells[0].recipe.data
-    other = " ".join(replaced(part))
+    other = " ".join(part.names_in("replaced"))
     lines = []
     if part.scale == "mini" and part.table.mini.note:
         head = "Differences from the paper" if part.table.columns else "Setup, of no table in the papers"
@@ -338,65 +312,35 @@ def origin(part: Part) -> str:
     return f"Ran on {'; '.join(sorted(machines))}. Commits (+: with changes): {', '.join(sorted(commits))}."
 
 
-def shapes_of(part: Part) -> list[str]:
-    """Return the names of the further held-out sets."""
-    names: dict[str, None] = {}
-    for row in part.rows:
-        names.update(dict.fromkeys(row["more"]))
-    return list(names)
-
-
 def rows_table(part: Part) -> TextTable:
     """Return the rows of a table: published values, ours, those on further held-out sets, and the parameters."""
     results, metric, table = part.results, part.metric, part.table
-    shapes = shapes_of(part) if table.more or table.lengths else []
-    columns: dict[str, Cell] = {"row": partial(name_cell, part=part)}
-    for column in table.columns:
-        columns[column] = lambda name, column=column: str(table.rows[name].published.get(column, "-"))
-    columns[f"{results.split} {metric.heading}".strip()] = partial(value_cell, part=part)
-    if solvable(part):
-        columns["solved"] = partial(solved_cell, part=part)
-    for shape in shapes:
-        columns[shape] = partial(shape_cell, part=part, shape=shape)
-    columns["parameters"] = partial(parameters_cell, part=part)
-    return fill(columns, list(table.rows))
-
-
-def name_cell(name: str, part: Part) -> str:
-    called = part.table.rows[name].called
-    if called:
-        return f"{name} ({called})"
-    return name
-
-
-def value_cell(name: str, part: Part) -> str:
-    if not part.results.runs[name]:
-        return NOT_RUN
-    return spread(part.metric, list(part.results.values[name].values()), count=True)
-
-
-def solved_cell(name: str, part: Part) -> str:
-    values = part.results.values[name].values()
-    if not part.results.runs[name]:
-        return "-"
-    return f"{sum(value >= SOLVED for value in values)} of {len(values)}"
-
-
-def shape_cell(name: str, part: Part, shape: str) -> str:
-    runs = part.results.runs[name].values()
-    values = [part.metric.scaled(run["more"][shape]) for run in runs if shape in run["more"]]
-    return spread(part.metric, values, count=len(values) < len(runs))
-
-
-def parameters_cell(name: str, part: Part) -> str:
-    for run in part.results.runs[name].values():
-        return f"{run['parameters']:,}"
-    return "-"
-
-
-def solvable(part: Part) -> bool:
-    """Return whether runs of a table either solve their task or do not."""
-    return part.table.noise == "own" and part.metric.percent
+    shapes = part.names_in("more") if table.more or table.lengths else []
+    solvable = table.noise == "own" and metric.percent  # runs either solve their task or do not
+    header = ["row", *table.columns, f"{results.split} {metric.heading}".strip()]
+    if solvable:
+        header.append("solved")
+    header += [*shapes, "parameters"]
+    body = []
+    for name, row in table.rows.items():
+        cells = [f"{name} ({row.called})" if row.called else name]
+        for column in table.columns:
+            cells.append(str(row.published.get(column, "-")))
+        body.append(cells)
+        runs = list(results.runs[name].values())
+        if not runs:
+            cells.append(NOT_RUN)
+            cells += ["-"] * (len(header) - len(cells))
+            continue
+        values = list(results.values[name].values())
+        cells.append(spread(metric, values, count=True))
+        if solvable:
+            cells.append(f"{sum(value >= SOLVED for value in values)} of {len(values)}")
+        for shape in shapes:
+            found = part.held_out(name, shape)
+            cells.append(spread(metric, found, count=len(found) < len(runs)))
+        cells.append(f"{runs[0]['parameters']:,}")
+    return header, body
 
 
 def bounds(metric: Metric, values: Sequence[float]) -> tuple[float, float]:

@@ -52,6 +52,21 @@ class Part(NamedTuple):
             found += own.values()
         return found
 
+    def names_in(self, field: str) -> list[str]:
+        """Return the names in a field of the raw rows, each once, such as further held-out sets in `more`."""
+        names: dict[str, None] = {}
+        for row in self.rows:
+            names.update(dict.fromkeys(row[field]))
+        return list(names)
+
+    def held_out(self, row: str, name: str) -> list[float]:
+        """Return the values of a row's runs on a further held-out set, as shown."""
+        found = []
+        for run in self.results.runs[row].values():
+            if name in run["more"]:
+                found.append(self.metric.scaled(run["more"][name]))
+        return found
+
     def runs_of(self, each: Comparison) -> tuple[Any, ...]:
         """Return a mark that is equal for comparisons of the same runs, in any table and order."""
         keys = self.keys
@@ -65,9 +80,11 @@ def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
     for name, table in tables.items():
         for scale in SCALES:
             own = cells(name, table, scale)
-            results = results_of(table, own, store)
-            if own and (scale == "mini" or table.mini is None or any(results.values.values())):
-                found.append(Part(name, table, scale, own, table.metric(own), results))
+            if not own:
+                continue
+            part = Part(name, table, scale, own, table.metric(own), results_of(table, own, store))
+            if scale == "mini" or table.mini is None or part.has_runs:
+                found.append(part)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import operator
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -137,24 +138,19 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
     every: list[Row] = []
     for own in found.values():
         every += own.values()
-    marks = [row["data"] for row in sorted(every, key=seed_of)]
+    marks = [row["data"] for row in sorted(every, key=operator.itemgetter("seed"))]
     data = max(marks, key=marks.count, default=None)
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
     for name, own in found.items():
         runs[name] = {seed: row for seed, row in sorted(own.items()) if row["data"] == data}
     split = split_of(runs)
-    values: dict[str, dict[int, float]] = {name: {} for name in runs}
-    if places:
-        metric = table.metric(places)
-        compared = "distance" if metric == Distance.metric else split
-        for name, own in runs.items():
-            values[name] = {seed: metric.scaled(row[compared]) for seed, row in own.items()}
+    metric = table.metric(places)
+    compared = "distance" if metric == Distance.metric else split
+    values = {}
+    for name, own in runs.items():
+        values[name] = {seed: metric.scaled(row[compared]) for seed, row in own.items()}
     made = sum(cell.seed in runs[cell.row] for cell in places)
     return Results(values, split, data, made, len(every) - marks.count(data), runs)
-
-
-def seed_of(row: Row) -> int:
-    return row["seed"]
 
 
 def split_of(runs: Mapping[str, Mapping[int, Row]]) -> str:

@@ -150,6 +150,14 @@ class Table:
             return self.distance.metric
         return metric_of(cells[0].recipe)
 
+    def printed(self, row: str, column: str) -> tuple[float, float] | None:
+        """Return the number of the paper, also of "×1.46", and its interval, "17.42 ± 1.11", or 0; None without one."""
+        text = str(self.rows[row].published.get(column, ""))
+        found = re.match(r"×?(\d+(?:\.\d+)?)(?: ± (\d+\.\d+))?", text)
+        if found is None:
+            return None
+        return float(found[1]), float(found[2] or 0)
+
 
 class Cell(NamedTuple):
     """A run that a table asks for: a row at one scale with one seed.
