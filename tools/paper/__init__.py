@@ -39,7 +39,6 @@ from tools.paper.results import collect, open_store, rows_of
 from tools.paper.tables import RUNS, Cell, Table, cells, choose, read_tables
 from tools.show import gigabytes
 from tools.store import Store
-from tools.tables import fill
 from tools.tables import table as as_text
 
 
@@ -221,9 +220,8 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
     for reason, names in (*absent.items(), *published.items()):
         notes.append(f"{', '.join(names)}: {reason}")
     notes.append("jobs: runs that no earlier table has, and classifiers that measure distances of images")
-    header, body = fill(LEFT, rows)
-    without = sum(row.seconds is None for row in rows)
-    return "\n".join([as_text(header, body), *notes, *costs(rows, without)])
+    header = ["table", "runs", "jobs left", "a job", "all jobs", "weights"]
+    return "\n".join([as_text(header, [cells_of(row) for row in rows]), *notes, *costs(rows)])
 
 
 def time_left(own: Sequence[PaperJob], store: Store) -> tuple[float, str | None]:
@@ -251,8 +249,9 @@ def time_left(own: Sequence[PaperJob], store: Store) -> tuple[float, str | None]
     return total, None if note is None else f"{note}; {here}"
 
 
-def costs(rows: Sequence[Missing], without: int) -> list[str]:
+def costs(rows: Sequence[Missing]) -> list[str]:
     """Return the sentences on the time and the disk space of all runs that are left."""
+    without = sum(row.seconds is None for row in rows)
     more = ""
     if without:
         more = f", without {without} table{'s' if without > 1 else ''} whose data are missing"
@@ -273,32 +272,13 @@ def costs(rows: Sequence[Missing], without: int) -> list[str]:
     ]
 
 
-def one_cell(row: Missing) -> str:
+def cells_of(row: Missing) -> list[str]:
+    """Return the cells of a table in the plan; its estimates are "-" if nothing is left or the data are missing."""
+    found = [row.table, str(row.runs), str(len(row.jobs))]
     if not row.jobs or row.seconds is None:
-        return "-"
-    return duration_text(row.seconds / len(row.jobs))
-
-
-def all_cell(row: Missing) -> str:
-    if not row.jobs or row.seconds is None:
-        return "-"
-    return duration_text(row.seconds)
-
-
-def weights_cell(row: Missing) -> str:
-    if not row.jobs or row.seconds is None:
-        return "-"
-    return gigabytes(row.bytes)
-
-
-LEFT = {
-    "table": lambda row: row.table,
-    "runs": lambda row: str(row.runs),
-    "jobs left": lambda row: str(len(row.jobs)),
-    "a job": one_cell,
-    "all jobs": all_cell,
-    "weights": weights_cell,
-}
+        return [*found, "-", "-", "-"]
+    each = duration_text(row.seconds / len(row.jobs))
+    return [*found, each, duration_text(row.seconds), gigabytes(row.bytes)]
 
 
 def seconds_before(job: PaperJob, store: Store) -> float | None:
