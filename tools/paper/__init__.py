@@ -233,20 +233,20 @@ def time_left(own: Sequence[PaperJob], store: Store) -> tuple[float, str | None]
     Raises:
         ConfigError: The files are absent, and no number of samples is published.
     """
-    times = {job.cell.key: seconds_before(job, store) for job in own}
-    new = [job for job in own if times[job.cell.key] is None]
-    if not new:
-        return sum(times[job.cell.key] or 0.0 for job in own), None
-    first = new[0].cell
-    here = f"here: --data {first.recipe.data.name} KEY=VALUE"
+    times = [seconds_before(job, store) for job in own]
+    if None not in times:
+        return sum(times), None
+    new = own[times.index(None)]
+    here = f"here: --data {new.cell.recipe.data.name} KEY=VALUE"
     try:
-        each, note = estimate(new[0])
+        each, note = estimate(new)
     except ConfigError as error:
         raise ConfigError(f"{error}; {here}") from None
     threads = torch.get_num_threads()
-    store.add({"table": first.table, "scale": first.scale, "seconds": each, "threads": threads}, "estimates")
-    total = sum(times[job.cell.key] or each for job in own)
-    return total, None if note is None else f"{note}; {here}"
+    store.add({"table": new.cell.table, "scale": new.cell.scale, "seconds": each, "threads": threads}, "estimates")
+    if note:
+        note = f"{note}; {here}"
+    return sum(seconds or each for seconds in times), note
 
 
 def costs(rows: Sequence[Missing]) -> list[str]:

@@ -55,7 +55,7 @@ def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cel
     """List the runs of a table to fine-tune, each with a recipe and the options of `./run.sh glue` at this scale."""
     if table.glue is None:
         return []
-    every = [cell for cell in cells(name, table, scale) if cell.row in table.rows]
+    every = cells(name, table, scale)
     options: tuple[str, ...] = ()
     if scale == "mini":
         every = best(table, every, store)

@@ -85,23 +85,26 @@ def inference(fig: Any, rows: list[Row]) -> None:
             softmax[row["run"], row["size"], row["compiled"]] = row
         if row["form"] in FORM and row["chunk_size"] in (None, 64):
             lines.setdefault((row["run"], row["form"]), {})[row["size"]] = row
-    runs = list(dict.fromkeys(row["run"] for row in rows))
+    runs = dict.fromkeys(row["run"] for row in rows)
     for run, form in itertools.product(runs, FORM):
         made = lines.get((run, form), {})
         if len(made) < 2:
             continue
-        points = []
+        sizes = []
+        memory = []
+        times = []
         for size, row in sorted(made.items()):
             beside = softmax.get((run, size, row["compiled"]))
             if beside:
-                points.append((size, row["peak_bytes"] / beside["peak_bytes"], row["ratio"]))
-        sizes = [size for size, _, _ in points]
+                sizes.append(size)
+                memory.append(row["peak_bytes"] / beside["peak_bytes"])
+                times.append(row["ratio"])
         drawn.update(sizes)
-        mixer = next(iter(made.values()))["mixer"]
+        mixer = row["mixer"]
         dashes, marker = FORM[form]
         look = {"linestyle": dashes, "marker": marker, "color": colour_of(mixer), "markersize": 4}
-        axes[0].plot(sizes, [memory for _, memory, _ in points], **look)
-        axes[1].plot(sizes, [time for _, _, time in points], label=f"{mixer}, {form}", **look)
+        axes[0].plot(sizes, memory, **look)
+        axes[1].plot(sizes, times, label=f"{mixer}, {form}", **look)
     for ax, title in zip(axes, ("peak memory", "time")):
         ax.axhline(1, color=SOFTMAX, linewidth=0.8)
         ax.set(yscale="log", xlabel="px", title=f"{title} / softmax of the same shape")

@@ -183,10 +183,14 @@ def summary(parts: Sequence[Part], judged: Sequence[Judged], store: Store) -> st
     every = rows_of(store).values()
     gpu = [row for row in every if on_gpu(row)]
     total = sum(hours(row) for row in every if not on_gpu(row))
+    on_gpus = ""
+    if gpu:
+        spent = sum(row["seconds"] for row in gpu) / 3600
+        on_gpus = f" {len(gpu)} on a GPU took {digits(spent)} hours, several at a time."
     changed = sum(bool(row["changed"]) for row in every)
     table = pipes(["table", "runs", *words, "answers", "core hours left"], rows, text=TEXT)
     return (
-        f"{table}\n\nAll runs on CPUs so far took {digits(total)} core hours.{gpu_hours(gpu)} The hours left are the\n"
+        f"{table}\n\nAll runs on CPUs so far took {digits(total)} core hours.{on_gpus} The hours left are the\n"
         "missing runs times the median of their table's runs on CPUs, or, before one, the estimate of\n"
         "`--dry-run --save`; tables that share missing runs count them each. Hours are those of training; runs\n"
         f"stored before 2026-11-25 include evaluation and interruptions. {changed} of {len(every)} runs come\n"
@@ -205,14 +209,6 @@ def answers(part: Part, judged: Sequence[Judged]) -> str:
         return "-"
     yes, no = map(questions.count, VERDICTS[QUESTION])
     return f"{yes} yes, {no} no, of {len(questions)}"
-
-
-def gpu_hours(rows: Sequence[Row]) -> str:
-    """Return a sentence on the hours of the runs on GPUs; empty without such runs."""
-    if not rows:
-        return ""
-    spent = sum(row["seconds"] for row in rows) / 3600
-    return f" {len(rows)} on a GPU took {digits(spent)} hours, several at a time."
 
 
 def hours(row: Row) -> float:
@@ -303,10 +299,11 @@ def origin(part: Part) -> str:
     machines = set()
     commits = set()
     for row in part.rows:
-        machine = f"{row['device']}, {row['threads']} thread(s), Python {row['python']}, torch {row['torch']}"
+        machines.add(f"{row['device']}, {row['threads']} thread(s), Python {row['python']}, torch {row['torch']}")
         commit = str(row["commit"])[:9]
-        machines.add(machine)
-        commits.add(f"{commit}+" if row["changed"] else commit)
+        if row["changed"]:
+            commit += "+"
+        commits.add(commit)
     if not machines:
         return ""
     return f"Ran on {'; '.join(sorted(machines))}. Commits (+: with changes): {', '.join(sorted(commits))}."

@@ -35,9 +35,11 @@ class Part(NamedTuple):
 
     @property
     def frame(self) -> tuple[Any, ...]:
-        """Return the scale, recipe, budget, data and metric; the noise of runs with the same frame is alike."""
+        """Return the scale, recipe, budget, metric and data; the noise of runs with the same frame is alike."""
         first = self.cells[0].recipe
-        return self.scale, self.table.mini and self.table.mini.recipe, first.trainer, first.data, self.metric.name
+        recipe = self.table.mini and self.table.mini.recipe
+        settings = self.scale, recipe, first.trainer, first.data, self.metric.name
+        return settings, self.results.data, self.results.split
 
     @property
     def keys(self) -> dict[str, str]:
@@ -91,7 +93,7 @@ def parts_of(tables: Mapping[str, Table], store: Store) -> list[Part]:
 def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
     """Compare the rows of all claims and questions of a table.
 
-    The noise of unpaired differences is estimated by the runs of all tables with the frame and the data of this one.
+    The noise of unpaired differences is estimated by the runs of all tables with the frame of this one.
     A row with a remarked run, such as one that is stuck at chance, is compared as one that lacks a run.
     """
     if part.scale == "published" and not part.table.judged:
@@ -112,12 +114,11 @@ def comparisons(part: Part, parts: Sequence[Part]) -> list[Comparison]:
 
 
 def pooled(part: Part, parts: Sequence[Part]) -> Values:
-    """Return the values of a table, and by the keys of their runs those of other tables of its frame and data."""
+    """Return the values of a table, and by the keys of their runs those of other tables of its frame."""
     own = set(part.keys.values())
-    frame = (part.frame, part.results.data, part.results.split)
     others: dict[str, dict[int, float]] = {}
     for each in parts:
-        if (each.frame, each.results.data, each.results.split) != frame:
+        if each.frame != part.frame:
             continue
         keys = each.keys
         for row, found in each.results.values.items():

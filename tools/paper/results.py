@@ -131,37 +131,34 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
 
     If the rows have several data sets, the one with the most runs counts.
     """
-    by_key: dict[str, dict[int, Row]] = {}
-    for (key, seed), row in rows_of(store).items():
-        by_key.setdefault(key, {})[seed] = row
-    found = {cell.row: by_key.get(cell.key, {}) for cell in places}
-    every: list[Row] = []
-    for own in found.values():
-        every += own.values()
-    marks = [row["data"] for row in sorted(every, key=operator.itemgetter("seed"))]
+    keys = {cell.row: cell.key for cell in places}
+    every = [row for row in rows_of(store).values() if row["key"] in keys.values()]
+    every.sort(key=operator.itemgetter("seed", "key"))
+    marks = [row["data"] for row in every]
     data = max(marks, key=marks.count, default=None)
+    kept = [row for row in every if row["data"] == data]
     runs: dict[str, dict[int, Row]] = {name: {} for name in table.rows}
-    for name, own in found.items():
-        runs[name] = {seed: row for seed, row in sorted(own.items()) if row["data"] == data}
-    split = split_of(runs)
+    for row in kept:
+        for name, key in keys.items():
+            if row["key"] == key:
+                runs[name][row["seed"]] = row
+    split = split_of(kept)
     metric = table.metric(places)
     compared = "distance" if metric == Distance.metric else split
     values = {}
     for name, own in runs.items():
         values[name] = {seed: metric.scaled(row[compared]) for seed, row in own.items()}
     made = sum(cell.seed in runs[cell.row] for cell in places)
-    return Results(values, split, data, made, len(every) - marks.count(data), runs)
+    return Results(values, split, data, made, len(every) - len(kept), runs)
 
 
-def split_of(runs: Mapping[str, Mapping[int, Row]]) -> str:
+def split_of(rows: Sequence[Row]) -> str:
     """Return the split on which runs are compared: test if all were tested; empty without runs."""
-    split = ""
-    for own in runs.values():
-        for row in own.values():
-            if row["test"] is None:
-                return "val"
-            split = "test"
-    return split
+    if not rows:
+        return ""
+    if None in [row["test"] for row in rows]:
+        return "val"
+    return "test"
 
 
 def collect(store: Store, cell: Cell, tables: Mapping[str, Table]) -> Run:
