@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lion.trainer.compilation import can_compile, missing_compiler
-from tools.conform.measure import BEYOND, LENGTH, SAME, Measure, case, difference, differences, gradients, not_finite
+from tools.conform.measure import BEYOND, LENGTH, SAME, Measure, case, compare, difference, gradients, not_finite
 from tools.conform.subject import NotOffered, Subject
 
 LENGTHS = (1, 2, 31, 32, 33)  # also a prime, 2^k, 2^k + 1
@@ -32,12 +32,9 @@ def compiled(subject: Subject) -> Iterator[Measure]:
     if not can_compile("inductor"):
         raise NotOffered(missing_compiler())
     x, run = subject.tokens(2, LENGTH), subject.fresh()
-    y, grads = gradients(subject.fresh(), x)
+    expected = gradients(subject.fresh(), x)
     run.layer.compile(dynamic=False)
-    found, found_grads = gradients(run, x)
-    yield Measure(difference(found, y), SAME, "outputs")
-    value, name = differences(found_grads, grads)
-    yield Measure(value, SAME, f"gradient of {name}")
+    yield from compare(gradients(run, x), expected, SAME)
 
 
 def steps(subject: Subject) -> Iterator[Measure]:
@@ -59,15 +56,13 @@ def chunk_sizes(subject: Subject) -> Iterator[Measure]:
     """Compare outputs and gradients in chunks of several sizes with those of the layer as constructed."""
     for scale in SCALES:
         x = scale * subject.tokens(2, LENGTH)
-        y, grads = gradients(subject.fresh(), x)
+        expected = gradients(subject.fresh(), x)
         for size in CHUNKS:
             run, where = subject.fresh(), f"chunks of {size}, activations times {scale:g}"
             with case(where):
                 run.adapted.set_chunk_size(size)
-                found, found_grads = gradients(run, x)
-            yield Measure(difference(found, y), scale * SAME, f"outputs, {where}")
-            value, name = differences(found_grads, grads)
-            yield Measure(value, scale * SAME, f"gradient of {name}, {where}")
+                found = gradients(run, x)
+            yield from compare(found, expected, scale * SAME, f", {where}")
 
 
 def lengths(subject: Subject) -> Iterator[Measure]:
@@ -111,19 +106,21 @@ def inputs_unchanged(subject: Subject) -> Iterator[Measure]:
         "valid": torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 5]]),
         "segments": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(2, -1).contiguous(),
     }
-    for name in (None, *(name for name in masks if name in run.offers)):
-        given, mask = x.clone(), {} if name is None else {name: masks[name].clone()}
+    calls = {"x alone": {}}
+    for name, mask in masks.items():
+        if name in run.offers:
+            calls[name] = {name: mask.clone()}
+    for kind, mask in calls.items():
+        given = x.clone()
         with torch.no_grad():
             run.direct(given, **mask)
-        yield Measure(int((given != x).sum()), 0, f"x, in a call with {name or 'x alone'}")
-        for key, tensor in mask.items():
-            yield Measure(int((tensor != masks[key]).sum()), 0, key)
+        yield Measure(int((given != x).sum()), 0, f"x, in a call with {kind}")
+        for name, tensor in mask.items():
+            yield Measure(int((tensor != masks[name]).sum()), 0, name)
 
 
 def deterministic(subject: Subject) -> Iterator[Measure]:
     """Compare two equal calls, in outputs and gradients, bit for bit."""
     run, x = subject.fresh(), subject.tokens(2, LENGTH)
-    (y, grads), (again, again_grads) = gradients(run, x), gradients(run, x)
-    yield Measure(difference(again, y), 0, "outputs")
-    value, name = differences(again_grads, grads)
-    yield Measure(value, 0, f"gradient of {name}")
+    first = gradients(run, x)
+    yield from compare(gradients(run, x), first, 0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tools.conform.measure import BEYOND, LEAK, LENGTH, SAME, Measure, case, difference, differences, gradients
+from tools.conform.measure import BEYOND, LEAK, LENGTH, SAME, Measure, case, compare, difference, gradients
 from tools.conform.subject import Calls, Subject
 
 LOUD = 10.0  # scale of the content of padding and of replaced tokens, so that a small leak shows
@@ -44,11 +44,9 @@ def nan_in_padding(subject: Subject) -> Iterator[Measure]:
     for side, (before, after) in SIDES.items():
         with case(side):
             zeros, valid = pad(x, before, after, 0.0)
-            y, grads = gradients(run, zeros, valid=valid)
-            broken, broken_grads = gradients(run, pad(x, before, after, torch.nan)[0], valid=valid)
-        yield Measure(difference(broken[valid], y[valid]), SAME, f"outputs, padding {side}")
-        value, name = differences(broken_grads, grads)
-        yield Measure(value, SAME, f"gradient of {name}, padding {side}")
+            expected = gradients(run, zeros, valid=valid)
+            found = gradients(run, pad(x, before, after, torch.nan)[0], valid=valid)
+        yield from compare(found, expected, SAME, f", padding {side}")
 
 
 def packed(subject: Subject) -> Iterator[Measure]:
@@ -65,14 +63,6 @@ def packed(subject: Subject) -> Iterator[Measure]:
                     where = f"document {i + 1} of {len(lengths)}, documents of {', '.join(map(str, lengths))} tokens"
                     alone = subject.fresh()(x[row : row + 1, own])
                     yield Measure(difference(whole[row, own], alone[0]), SAME, where)
-
-
-def causal_in_evaluation(subject: Subject) -> Iterator[Measure]:
-    return later_tokens(subject, train=False)
-
-
-def causal_in_training(subject: Subject) -> Iterator[Measure]:
-    return later_tokens(subject, train=True)
 
 
 def later_tokens(subject: Subject, train: bool) -> Iterator[Measure]:

@@ -15,6 +15,8 @@ LENGTH, BEYOND = 24, 300  # tokens of most checks, and of a sequence of several 
 SAME = 1e-4  # limit of a difference between two computations of one result in float32
 LEAK = 1e-5  # limit of the influence of a token on an output that must not depend on it, at equal shapes
 
+Outcome = tuple[Tensor, dict[str, Tensor]]  # outputs, and gradients by name
+
 
 class Measure(NamedTuple):
     """A measured value, which holds up to its limit; `where` describes the case."""
@@ -53,18 +55,22 @@ def error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
 
 
+def largest(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor; 0 if it is empty."""
+    if tensor.numel() == 0:
+        return 0.0
+    return tensor.abs().max().item()
+
+
 def difference(y: Tensor, reference: Tensor) -> float:
     """Return the largest difference relative to the largest value of the reference.
 
     A tensor that is not finite makes the difference infinite.
     """
-    if y.numel() == 0:
-        return 0.0
     y, reference = y.double(), reference.double()
-    if not (y.isfinite().all() and reference.isfinite().all()):
+    if not_finite(y, reference):
         return torch.inf
-    scale = reference.abs().max().clamp_min(1e-30)
-    return ((y - reference).abs().max() / scale).item()
+    return largest(y - reference) / max(largest(reference), 1e-30)
 
 
 def not_finite(*tensors: Tensor) -> int:
@@ -77,8 +83,17 @@ def loss_weights(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(y)
 
 
-def gradients(run: Calls, x: Tensor, **masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output, and the gradients of a weighted sum of the valid outputs: of "x" and of every parameter.
+def tensors_of(run: Calls, x: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that get gradients: "x" and every parameter by its name."""
+    found = {"x": x}
+    for name, parameter in run.layer.named_parameters():
+        if parameter.requires_grad:
+            found[name] = parameter
+    return found
+
+
+def gradients(run: Calls, x: Tensor, **masks: Tensor) -> Outcome:
+    """Return the valid outputs, and the gradients of their weighted sum: of "x" and of every parameter.
 
     A parameter without a gradient gets zeros.
     """
@@ -86,21 +101,28 @@ def gradients(run: Calls, x: Tensor, **masks: Tensor) -> tuple[Tensor, dict[str,
     y = run(x, **masks)
     weights = loss_weights(y)
     if "valid" in masks:
-        loss = (y * weights)[masks["valid"]].sum()
-    else:
-        loss = (y * weights).sum()
-    tensors = {"x": x, **{n: p for n, p in run.layer.named_parameters() if p.requires_grad}}
-    found = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-    grads = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(tensors.items(), found)}
-    return y.detach(), grads
+        y = y[masks["valid"]]
+        weights = weights[masks["valid"]]
+    tensors = tensors_of(run, x)
+    found = torch.autograd.grad((y * weights).sum(), list(tensors.values()), materialize_grads=True)
+    return y.detach(), dict(zip(tensors, found))
+
+
+def compare(found: Outcome, expected: Outcome, limit: float, where: str = "") -> Iterator[Measure]:
+    """Compare two results of `gradients`; `where` ends the descriptions of both measurements."""
+    y, grads = found
+    expected_y, expected_grads = expected
+    yield Measure(difference(y, expected_y), limit, f"outputs{where}")
+    value, name = differences(grads, expected_grads)
+    yield Measure(value, limit, f"gradient of {name}{where}")
 
 
 def differences(grads: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[float, str]:
     """Return the largest difference of gradients, and the name of the tensor; one scale serves all tensors."""
-    scale = max((t.abs().max().item() for t in reference.values() if t.numel()), default=0.0) or 1e-30
+    scale = max(map(largest, reference.values())) or 1e-30
     worst = 0.0, "x"
     for name, wanted in reference.items():
         if not_finite(grads[name], wanted):
             return torch.inf, name
-        worst = max(worst, ((grads[name] - wanted).abs().max().item() / scale if wanted.numel() else 0.0, name))
+        worst = max(worst, (largest(grads[name] - wanted) / scale, name))
     return worst

@@ -8,7 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tools.conform.measure import BEYOND, LENGTH, Measure, case, error_line, gradients, loss_weights, not_finite
+from tools.conform.measure import (
+    BEYOND,
+    LENGTH,
+    Measure,
+    case,
+    error_line,
+    gradients,
+    loss_weights,
+    not_finite,
+    tensors_of,
+)
 from tools.conform.subject import NotOffered, Subject
 
 LOW = 0.05  # limit of the relative error of bfloat16, whose rounding is 0.004
@@ -63,30 +73,29 @@ def slopes(subject: Subject) -> Iterator[Measure]:
     """Compare the gradient of each tensor, in float32, with a float64 difference in a random direction."""
     x, exact = subject.tokens(2, LENGTH), subject.fresh("double")
     _, grads = gradients(subject.fresh(), x)
-    tensors = {"x": x.double(), **{n: p.data for n, p in exact.layer.named_parameters() if p.requires_grad}}
-    try:
-        with torch.no_grad():
-            weights = loss_weights(exact(tensors["x"]))
-    except Exception as problem:
-        raise NotOffered(f"does not run in float64: {error_line(problem)}") from problem
+    x = x.double()
+    tensors = tensors_of(exact, x)
     total = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
-
-    def loss() -> float:
-        with torch.no_grad():
-            return (exact(tensors["x"]) * weights).sum().item()
-
-    for seed, (name, grad) in enumerate(grads.items()):
-        generator = torch.Generator().manual_seed(seed)
-        tensor, direction = tensors[name], torch.randn(grad.shape, generator=generator, dtype=torch.float64)
-        start, ends = tensor.clone(), []
-        for sign in (1, -1):
-            tensor.copy_(start + sign * STEP * direction)
-            ends.append(loss())
-        tensor.copy_(start)
-        slope, wanted = (grad.double() * direction).sum().item(), (ends[0] - ends[1]) / (2 * STEP)
-        scale = max(grad.double().norm().item(), abs(wanted), 1e-3 * total, 1e-30)
-        value = abs(slope - wanted) / scale
-        yield Measure(value if math.isfinite(value) else torch.inf, SLOPE, f"gradient of {name}")
+    with torch.no_grad():
+        try:
+            weights = loss_weights(exact(x))
+        except Exception as problem:
+            raise NotOffered(f"does not run in float64: {error_line(problem)}") from problem
+        for seed, (name, grad) in enumerate(grads.items()):
+            generator = torch.Generator().manual_seed(seed)
+            direction = torch.randn(grad.shape, generator=generator, dtype=torch.float64)
+            tensor = tensors[name]
+            start = tensor.clone()
+            ends = []
+            for sign in (1, -1):
+                tensor.copy_(start + sign * STEP * direction)
+                ends.append((exact(x) * weights).sum().item())
+            tensor.copy_(start)
+            slope = (grad.double() * direction).sum().item()
+            wanted = (ends[0] - ends[1]) / (2 * STEP)
+            scale = max(grad.double().norm().item(), abs(wanted), 1e-3 * total, 1e-30)
+            value = abs(slope - wanted) / scale
+            yield Measure(value if math.isfinite(value) else torch.inf, SLOPE, f"gradient of {name}")
 
 
 def alive(subject: Subject) -> Iterator[Measure]:

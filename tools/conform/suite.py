@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,8 +35,10 @@ CHECKS = {
     "padding": Check(masks.padding, "padding changes the outputs of valid tokens", "valid"),
     "nan in padding": Check(masks.nan_in_padding, "NaN in padding reaches valid outputs or gradients", "valid"),
     "packed documents": Check(masks.packed, "a packed document depends on the others in its row", "segments"),
-    "causal in evaluation": Check(masks.causal_in_evaluation, "outputs depend on later tokens", "causal"),
-    "causal in training": Check(masks.causal_in_training, "in training mode, outputs depend on later tokens", "causal"),
+    "causal in evaluation": Check(partial(masks.later_tokens, train=False), "outputs depend on later tokens", "causal"),
+    "causal in training": Check(
+        partial(masks.later_tokens, train=True), "in training mode, outputs depend on later tokens", "causal"
+    ),
     "batch equals single": Check(calls.batch, "a row depends on the other rows of its batch"),
     COMPILE: Check(calls.compiled, "torch.compile changes the result"),
     "steps equal whole": Check(calls.steps, "steps with a state differ from one call on all tokens", "streaming"),
