@@ -19,7 +19,6 @@ import numpy as np
 from data.text.glue import TASKS
 from data.text.sequences import Sequences
 from lion.config import ConfigError
-from lion.recipe import Recipe
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig
 from lion.trainer.runtime import start_runtime
@@ -32,7 +31,7 @@ from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretra
 from tools.glue.results import read as read_result
 from tools.glue.results import summarise
 from tools.jobs import at_once, work
-from tools.tables import digits, fill
+from tools.tables import digits
 from tools.tables import table as as_text
 
 MEASURED = 8  # samples of a step that a dry run times
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
     jobs = make_jobs(pretrained, table, name=name, tasks=args.tasks, seeds=args.seeds, overrides=args.overrides)
     last = {job.task: job for job in jobs}
     held = {task: read(job, pretrained) for task, job in last.items()}
-    print(plan(jobs, table.tasks, held))
+    print(plan(jobs, held))
     if args.dry_run:
         print(cost(jobs, held))
         return 0
@@ -70,14 +69,12 @@ class TaskData(NamedTuple):
     """Data of a task and their size.
 
     Attributes:
-        samples: Number of training samples.
         steps: Number of steps.
         tokens: Mean number of tokens of a batch, including padding.
         train: The training data.
         made: The task, which builds models.
     """
 
-    samples: int
     steps: int
     tokens: float
     train: Sequences
@@ -99,52 +96,66 @@ def read(job: Job, pretrained: Pretrained) -> TaskData:
     longest = lengths[: plan.steps_per_epoch * recipe.trainer.batch_size].reshape(-1, plan.micro).max(1)
     padded = [splits.train.padding.to(int(length)) for length in longest]
     tokens = plan.micro * plan.accumulation * statistics.mean(padded)
-    return TaskData(len(splits.train), plan.total, tokens, splits.train, task)
+    return TaskData(plan.total, tokens, splits.train, task)
 
 
-def plan(jobs: Sequence[Job], cells: Mapping[str, Cell], held: Mapping[str, TaskData]) -> str:
+def plan(jobs: Sequence[Job], held: Mapping[str, TaskData]) -> str:
     """Return a table of the runs to train: settings, start, and seeds of each task."""
     rows = []
+    notes = []
     for task, data in held.items():
-        rows.append(Planned(task, [job for job in jobs if job.task == task], cells[task], data))
-    header, body = fill(PLAN, rows)
-    text = [as_text(header, body)]
-    for row in rows:
-        if row.cell.cited:
-            said = ", ".join(f"{key} {value}" for key, value in row.cell.cited.items())
-            text.append(f"{row.task}: values of Table 8; the file that it cites has {said} (--cited)")
-    return "\n".join(text)
+        own = [job for job in jobs if job.task == task]
+        rows.append(planned(own, data))
+        cited = own[0].cell.cited
+        if cited:
+            said = ", ".join(f"{key} {value}" for key, value in cited.items())
+            notes.append(f"{task}: values of Table 8; the file that it cites has {said} (--cited)")
+    return "\n".join([as_text(PLAN, rows), *notes])
 
 
-class Planned(NamedTuple):
-    """A task of the plan: its runs, its cell of Table 8, and its data."""
-
-    task: str
-    jobs: list[Job]
-    cell: Cell
-    data: TaskData
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.jobs[0].recipe
-
-
-def starts(row: Planned) -> str:
-    return ", ".join(dict.fromkeys(Path(job.recipe.init_from).name for job in row.jobs))
-
-
-def rates(row: Planned) -> str:
-    return ", ".join(dict.fromkeys(f"{job.recipe.optim.lr:g}" for job in row.jobs))
+PLAN = [
+    "task",
+    "start",
+    "lr",
+    "weight decay, Table 8",
+    "of AdamW",
+    "epochs",
+    "batch",
+    "length",
+    "steps",
+    "samples",
+    "published",
+    "seeds",
+]
 
 
-def epochs(row: Planned) -> str:
-    return f"{row.data.steps * row.recipe.trainer.batch_size / row.data.samples:.1f}"
+def planned(jobs: Sequence[Job], data: TaskData) -> list[str]:
+    """Return the cells of a task in the plan, in the order of `PLAN`, from its runs and its data."""
+    task, recipe = jobs[0].task, jobs[0].recipe
+    batch = recipe.trainer.batch_size
+    samples = len(data.train)
+    starts = dict.fromkeys(Path(job.recipe.init_from).name for job in jobs)
+    rates = dict.fromkeys(f"{job.recipe.optim.lr:g}" for job in jobs)
+    return [
+        task,
+        ", ".join(starts),
+        ", ".join(rates),
+        decay(recipe.optim, jobs[0].cell),
+        f"{recipe.optim.weight_decay:g}",
+        f"{data.steps * batch / samples:.1f}",
+        str(batch),
+        str(recipe.data.length),
+        f"{data.steps:,}",
+        f"{samples:,}",
+        f"{TASKS[task].samples:,}",
+        seeds(jobs),
+    ]
 
 
-def seeds(row: Planned) -> str:
+def seeds(jobs: Sequence[Job]) -> str:
     """Return the seeds of the runs of a task, each with the number of runs that are done."""
     finished: dict[int, list[bool]] = {}
-    for job in row.jobs:
+    for job in jobs:
         finished.setdefault(job.seed, []).append(job.finished)
     words = []
     for seed, done in finished.items():
@@ -162,22 +173,6 @@ def decay(optim: OptimConfig, cell: Cell) -> str:
     if cell.optimizer == "adamw":
         return f"{optim.weight_decay:g} (AdamW)"
     return f"{optim.weight_decay * optim.lr:g}"
-
-
-PLAN = {
-    "task": lambda row: row.task,
-    "start": starts,
-    "lr": rates,
-    "weight decay, Table 8": lambda row: decay(row.recipe.optim, row.cell),
-    "of AdamW": lambda row: f"{row.recipe.optim.weight_decay:g}",
-    "epochs": epochs,
-    "batch": lambda row: str(row.recipe.trainer.batch_size),
-    "length": lambda row: str(row.recipe.data.length),
-    "steps": lambda row: f"{row.data.steps:,}",
-    "samples": lambda row: f"{row.data.samples:,}",
-    "published": lambda row: f"{TASKS[row.task].samples:,}",
-    "seeds": seeds,
-}
 
 
 def cost(jobs: Sequence[Job], held: Mapping[str, TaskData]) -> str:
@@ -204,6 +199,6 @@ def measure(job: Job, held: TaskData) -> tuple[float, float]:
     """Return the seconds of the forward and backward pass per token, and of an update of the weights."""
     recipe = job.recipe
     runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
-    batch = held.train.batch(list(range(min(MEASURED, held.samples))), "cpu")
+    batch = held.train.batch(list(range(min(MEASURED, len(held.train)))), "cpu")
     step = EagerStep(held.made, recipe, runtime, recipe.trainer.precision)
     return step.passes(batch) / batch["tokens"].numel(), step.update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM
 from tools.compose import check_tokenizer, open_data, resolve, resolve_run
 from tools.jobs import Job as Run
-from tools.listing import recipe_path
 
 TABLE_8 = Path(__file__).parent / "tables"
 log = logging.getLogger("lion")
@@ -106,7 +105,6 @@ def as_overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
-@functools.cache
 def table_names() -> list[str]:
     """Return the names of the recipes for GLUE in `tools/glue/tables`."""
     return sorted(path.stem for path in TABLE_8.glob("*.yaml"))
@@ -134,13 +132,23 @@ def read_table(name: str, cited: bool = False) -> Table:
 
     layers = [layer for _, layer in read_layers(path)]
     table = build(Table, functools.reduce(merge, layers), source=source)
+    check_known(table.tasks, TASKS, f"{path}: tasks: unknown GLUE task")
     for task, cell in table.tasks.items():
-        if task not in TASKS:
-            raise ConfigError(f"{path}: tasks: unknown GLUE task {task!r}, {nearest(task, TASKS)}")
         made = build(Cell, cell, source=source, key=f"tasks.{task}")
         other = build(Cell, cell | made.cited | {"cited": {}}, source=source, key=f"tasks.{task}.cited")
         table.tasks[task] = other if cited else made
     return table
+
+
+def check_known(names: Iterable[str], known: Collection[str], text: str) -> None:
+    """Check that all names are known.
+
+    Raises:
+        ConfigError: A name is not; the message begins with `text`.
+    """
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{text} {name!r}, {nearest(name, known)}")
 
 
 @dataclass(frozen=True)
@@ -180,16 +188,16 @@ def read_pretrained(run: str, tokenizer: str | None = None) -> Pretrained:
     if not isinstance(task, MaskedLM):
         raise ConfigError(f"{folder}: task {recipe.task.name!r}, GLUE needs a run of masked_lm")
     place = folder / "glue" / "tokenizer"
-    there = sorted(place.glob(f"*/{FILES[0]}"))
-    kept = there[0].parent if there else None
-    if tokenizer is not None or kept is None:
+    there = min(place.glob(f"*/{FILES[0]}"), default=None)
+    if there and tokenizer is None:
+        kept = there.parent
+        check_tokenizer(open_tokenizer(str(kept)), task.info, folder)
+    else:
         opened = open_tokenizer(tokenizer) if tokenizer else own_tokenizer(folder)
         check_tokenizer(opened, task.info, folder)
         kept = place / opened.name.replace("/", "_")
         kept.mkdir(parents=True, exist_ok=True)
         save_text(kept / FILES[0], opened.inner.to_str())
-    else:
-        check_tokenizer(open_tokenizer(str(kept)), task.info, folder)
     return Pretrained(folder, recipe, task.info, kept)
 
 
@@ -227,9 +235,18 @@ def make_jobs(
     jobs: list[Job] = []
     for task in sorted(tasks, key=list(TASKS).index):
         for seed in SEEDS[: seeds or PUBLISHED_SEEDS[task]]:
-            jobs += planner.jobs(task, seed, jobs)
+            after = None
+            if task in FROM_MNLI and table.from_mnli:
+                after = planner.start(task, seed, jobs)
+            for rate in table.rates or [None]:
+                jobs.append(planner.job(task, seed, after, rate))
     for job in jobs:
-        check_earlier(job)
+        changed = changed_settings(job)
+        if changed:
+            said = "; ".join(changed)
+            raise ConfigError(
+                f"{job.folder} holds a run with other settings, {said}: --name NAME keeps these runs apart"
+            )
     warn_of_changed_starts(jobs)
     return jobs
 
@@ -260,15 +277,6 @@ class Planner:
     name: str
     overrides: Sequence[str]
 
-    def jobs(self, task: str, seed: int, planned: Sequence[Job]) -> list[Job]:
-        """Return the runs of a task with a seed, one for each learning rate; `planned` are those before."""
-        after = None
-        if task in FROM_MNLI and self.table.from_mnli:
-            after = self.start(task, seed, planned)
-        if not self.table.rates:
-            return [self.job(task, seed, after)]
-        return [self.job(task, seed, after, rate) for rate in self.table.rates]
-
     def start(self, task: str, seed: int, planned: Sequence[Job]) -> Job:
         """Return the run of MNLI from which a task starts, with its seed or the first one.
 
@@ -288,18 +296,18 @@ class Planner:
 
     def job(self, task: str, seed: int, after: Job | None, rate: float | None = None) -> Job:
         """Return the run of a task that starts from the run `after`, or from the pre-training run."""
-        path = recipe_path(f"glue_{task}")
+        recipe = f"glue_{task}"
         cell = self.table.tasks[task]
         shared = settings(self.pretrained, task) + self.table.own(task)
         shared.append(f"optim.lr={rate or cell.lr!r}")
-        optim = resolve(path, [*shared, *self.overrides]).optim  # the decay per step does not depend on the rate
+        optim = resolve(recipe, [*shared, *self.overrides]).optim  # the decay per step does not depend on the rate
         shared.append(f"optim.weight_decay={cell.torch_decay(optim.lr)!r}")
         shared += self.overrides
         called = f"{task}_seed{seed}" if rate is None else f"{task}_lr{rate:g}_seed{seed}"
         start = self.pretrained.folder if after is None else after.folder
         shared += [f"seed={seed}", f"run.name={called}"]
         shared += as_overrides({"run.root": str(self.pretrained.folder / "glue" / self.name), "init_from": str(start)})
-        return Job((f"glue_{task}", *shared), resolve(path, shared), after, task, seed, cell)
+        return Job((recipe, *shared), resolve(recipe, shared), after, task, seed, cell)
 
 
 def warn_of_changed_starts(jobs: Sequence[Job]) -> None:
@@ -308,7 +316,7 @@ def warn_of_changed_starts(jobs: Sequence[Job]) -> None:
     for start in {job.after.folder: job.after for job in jobs if job.after}.values():
         if start.folder in folders:
             continue
-        changed = differences(stored_recipe(start.folder), start.recipe)
+        changed = changed_settings(start)
         if changed:
             log.warning("%s, from which tasks start, has other settings: %s", start.folder, "; ".join(changed))
 
@@ -322,10 +330,13 @@ def settings(pretrained: Pretrained, task: str) -> list[str]:
     model["name"] = "bert_classifier"
     model["attention"]["score_dropout"] = 0.0
     trainer = pretrained.recipe.trainer
+    precision = resolve(f"glue_{task}").trainer.precision
+    if precision != "fp32":
+        precision = trainer.precision
     given = {
         "model": model,
         "data.tokenizer": str(pretrained.tokenizer),
-        "trainer.precision": "fp32" if in_float32(task) else trainer.precision,
+        "trainer.precision": precision,
         "trainer.matmul": trainer.matmul,
         "trainer.compile": trainer.compile,
         "trainer.device": trainer.device,
@@ -333,22 +344,8 @@ def settings(pretrained: Pretrained, task: str) -> list[str]:
     return as_overrides(given)
 
 
-@functools.cache
-def in_float32(task: str) -> bool:
-    """Return whether the recipe of a task asks for float32."""
-    return resolve(f"glue_{task}").trainer.precision == "fp32"
-
-
-def check_earlier(job: Job) -> None:
-    """Check that the folder of a job holds no run with other settings.
-
-    Raises:
-        ConfigError: The folder holds such a run.
-    """
+def changed_settings(job: Job) -> list[str]:
+    """Return the settings in which a job differs from the run in its folder; none if there is no run."""
     if not (job.folder / RECIPE).is_file():
-        return
-    changed = differences(stored_recipe(job.folder), job.recipe)
-    if changed:
-        raise ConfigError(
-            f"{job.folder} holds a run with other settings, {'; '.join(changed)}: --name NAME keeps these runs apart"
-        )
+        return []
+    return differences(stored_recipe(job.folder), job.recipe)

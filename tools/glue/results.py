@@ -27,6 +27,7 @@ ENTERS = {
     "qqp": (("val", "accuracy"), ("val", "f1")),
 }
 SAME_RATE = "same rate for all"
+TEXT = ("task", "metric", "also", "start", "size", "model", "recipe")  # columns of text
 SETTINGS = ("data.", "task.", "optim.", "schedule.")
 SETTINGS += ("trainer.batch_size", "trainer.epochs", "trainer.steps", "trainer.clip_grad", "trainer.ema")
 
@@ -50,7 +51,7 @@ def read(run: Path) -> Row:
     recipe = resolve_run(run)
     try:
         steps: dict[int, dict[str, float]] = {}
-        steps_per_epoch = {}
+        epochs = {}
         for text in (run / "metrics.jsonl").read_text().splitlines():
             line = json.loads(text)
             if line["kind"] == "train":
@@ -59,11 +60,11 @@ def read(run: Path) -> Row:
             for name in (*recipe.task.metrics, "loss"):
                 values[f"{line['kind']} {name}"] = line[name]
             if line["kind"] == "val":
-                steps_per_epoch[line["step"]] = round(line["step"] / line["epoch"])
+                epochs[line["step"]] = line["epoch"]
         entering = enters(recipe.data.task, recipe.task.metrics)
         scores = {step: score(values, entering) for step, values in steps.items()}
         last = max(scores)
-        samples = steps_per_epoch[last] * recipe.trainer.batch_size
+        samples = round(last / epochs[last]) * recipe.trainer.batch_size
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{run}: its metrics cannot be read ({type(error).__name__}: {error})") from None
     return {
@@ -117,21 +118,22 @@ def summarise(folder: Path, pretrained: Recipe, name: str, asked: TaskSettings) 
     store = Store(folder / "results.json", rows=("task", "seed", "lr"))
     for row in every:
         store.add(row)
-    rows = best_rate(every) if asked.rates else every
+    rows = every
+    if asked.rates:
+        rows = best_rate(every)
     average = mean_of_tasks(rows, asked.average)
     notes = remarks(rows, asked) + changes(rows, asked)
     who = f"{pretrained.run.name}: {pretrained.model.label()}, {pretrained.model.shape()}; {name}"
     header, body = task_table(rows, average)
-    text = ["# GLUE", who, pipes(header, body, text=("task", "metric", "also", "start")), *notes]
+    text = ["# GLUE", who, pipes(header, body, text=TEXT), *notes]
     printed = [who, table(header, body), "\n".join(notes)]
+    more = {}
     if asked.rates:
-        header, body = rate_table(every, asked)
-        text += ["## Learning rates", pipes(header, body, text=("task",))]
+        more["## Learning rates"] = rate_table(every, asked)
+    more["## The papers' scores, and their averages over all eight tasks"] = paper_table()
+    for heading, (header, body) in more.items():
+        text += [heading, pipes(header, body, text=TEXT)]
         printed.append(table(header, body))
-    header, body = paper_table()
-    text.append("## The papers' scores, and their averages over all eight tasks")
-    text.append(pipes(header, body, text=("size", "model", "recipe")))
-    printed.append(table(header, body))
     store.save("\n\n".join(text) + "\n", average=average, average_over=asked.average, recipe=name)
     return "\n\n".join([*printed, store.files()])
 
@@ -154,14 +156,11 @@ def by_score(rows: list[Row]) -> tuple[int, float]:
 
 def rate_table(rows: list[Row], asked: TaskSettings) -> Table:
     """Return the table of all tasks and rates, with the average of each rate that all tasks have."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    tasks = list(scores_of(rows))
     columns: dict[str, Cell] = {"task": lambda line: line}
     for own in sorted(grouped(rows, ("lr",)), key=rate_of, reverse=True):
-        scores: dict[str, list[float]] = {}
-        for row in own:
-            scores.setdefault(row["task"], []).append(row["score"])
-        found = {task: spread(values, hundredths) for task, values in scores.items()}
-        if len(scores) == len(tasks):
+        found = {task: spread(scores, hundredths) for task, scores in scores_of(own).items()}
+        if len(found) == len(tasks):
             found[SAME_RATE] = hundredths(mean_of_tasks(own, asked.average))
         columns[f"{rate_of(own):g}"] = found.get
     return fill(columns, [*tasks, SAME_RATE])
@@ -174,31 +173,38 @@ def rate_of(rows: list[Row]) -> float:
 
 def task_table(rows: list[Row], average: float) -> Table:
     """Return the table of results: a row for each task, and the average."""
-    header, body = fill(RESULTS, grouped(rows, ("task",)))
+    header = ["task", "metric", "score", "best", "n", "also", "start", "samples an epoch", "of"]
+    body = []
+    for own in grouped(rows, ("task",)):
+        first = own[0]
+        entering = [name for name in enters_of(first) if name not in first["missing"]]
+        starts = dict.fromkeys(Path(row["start"]).name for row in own)
+        cells = [
+            first["task"],
+            " + ".join(map(words, entering)),
+            spread([row["score"] for row in own], hundredths),
+            spread([row["best"] for row in own], hundredths),
+            str(len(own)),
+            beside(own, entering),
+            ", ".join(starts),
+            f"{first['samples']:,}",
+            f"{TASKS[first['task']].samples:,}",
+        ]
+        body.append(cells)
     last = [""] * len(header)
     last[0] = "average" if len(body) == len(TASKS) else f"average of {len(body)} tasks"
     last[2] = hundredths(average)
     return header, [*body, last]
 
 
-def entering_of(rows: list[Row]) -> list[str]:
-    """Return the metrics that formed the score of the runs of a task."""
-    return [name for name in enters_of(rows[0]) if name not in rows[0]["missing"]]
-
-
-def beside(rows: list[Row]) -> str:
-    """Return the other metrics of the runs of a task."""
-    entering = entering_of(rows)
+def beside(rows: list[Row], entering: Sequence[str]) -> str:
+    """Return the metrics of the runs of a task that do not enter its score."""
     found = []
     for name in rows[0]["metrics"]:
         if name not in entering and not name.endswith(" loss"):
             values = [100 * row["metrics"][name] for row in rows]
             found.append(f"{words(name)} {spread(values, hundredths)}")
     return ", ".join(found) or "-"
-
-
-def starts(rows: list[Row]) -> str:
-    return ", ".join(dict.fromkeys(Path(row["start"]).name for row in rows))
 
 
 def enters_of(row: Row) -> list[str]:
@@ -212,25 +218,18 @@ def words(key: str) -> str:
     return f"{split.removeprefix('val').removeprefix('_')} {METRICS[metric].title}".strip()
 
 
-RESULTS: dict[str, Cell] = {
-    "task": lambda rows: rows[0]["task"],
-    "metric": lambda rows: " + ".join(map(words, entering_of(rows))),
-    "score": lambda rows: spread([row["score"] for row in rows], hundredths),
-    "best": lambda rows: spread([row["best"] for row in rows], hundredths),
-    "n": lambda rows: str(len(rows)),
-    "also": beside,
-    "start": starts,
-    "samples an epoch": lambda rows: f"{rows[0]['samples']:,}",
-    "of": lambda rows: f"{TASKS[rows[0]['task']].samples:,}",
-}
+def scores_of(rows: list[Row]) -> dict[str, list[float]]:
+    """Return the scores of runs by task."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["task"], []).append(row["score"])
+    return found
 
 
 def mean_of_tasks(rows: list[Row], average: str) -> float:
     """Average the mean scores of the tasks; a task counts once, or (`average` "numbers") once per number."""
-    by_task: dict[str, list[float]] = {}
-    for row in rows:
-        by_task.setdefault(row["task"], []).append(row["score"])
-    return statistics.fmean(map(statistics.mean, by_task.values()), counts_of(rows, average).values())
+    means = map(statistics.mean, scores_of(rows).values())
+    return statistics.fmean(means, counts_of(rows, average).values())
 
 
 def counts_of(rows: list[Row], average: str) -> dict[str, int]:

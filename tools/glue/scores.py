@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import operator
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from lion.config import ConfigError
 from tools.glue.plan import read_table, table_names
-from tools.glue.results import best_rate, counts_of
-from tools.tables import Cell, Table, fill, hundredths
+from tools.glue.results import best_rate, counts_of, scores_of
+from tools.tables import Table, hundredths
 
 Scores = dict[str, list[float]]  # by task, a score for each seed
 
@@ -29,7 +27,7 @@ def scores_table(
 
     Args:
         found: For each model and fine-tuning recipe (row of the paper's Table 8), the scores of each of its runs.
-        counts: How often each task counts in the mean of a row (`read_counts`); by default as in the recipe of the
+        counts: How often each task counts in the mean of a row (`read_scores`); by default as in the recipe of the
             row's name.
     """
     joined = {row: joint(some) for row, some in found.items()}
@@ -46,14 +44,11 @@ def scores_table(
                 average += ", MNLI twice"
         sizes = {len(values) for values in scores.values()}
         n = "-".join(map(str, sorted({min(sizes), max(sizes)})))
-        row = {"model": name, "fine-tuned as": recipe, f"mean of {len(tasks)}": average, "n": n}
-        for task, mean in means.items():
-            row[task] = hundredths(mean)
-        rows.append(row)
-    columns: dict[str, Cell] = {}
-    for heading in ("model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"):
-        columns[heading] = operator.methodcaller("get", heading)
-    return fill(columns, rows)
+        cells = [name, recipe]
+        for task in tasks:
+            cells.append(hundredths(means.get(task)))
+        rows.append([*cells, average, n])
+    return ["model", "fine-tuned as", *tasks, f"mean of {len(tasks)}", "n"], rows
 
 
 def joint(some: Sequence[Scores]) -> Scores:
@@ -67,50 +62,28 @@ def joint(some: Sequence[Scores]) -> Scores:
 
 def default_counts(recipe: str) -> dict[str, int]:
     """Return how often tasks count in the mean of a fine-tuning recipe, where no file says it."""
-    if average_of(recipe) == "numbers":
+    if recipe in table_names() and read_table(recipe).average == "numbers":
         return {"mnli": 2}
     return {}
 
 
-def average_of(recipe: str) -> str:
-    """Return what the average of a fine-tuning recipe is over, `tasks` for an unknown one."""
-    if recipe in table_names():
-        return read_table(recipe).average
-    return "tasks"
-
-
-def read_counts(path: Path) -> dict[str, int] | None:
-    """Return how often each task counts in the average of a file of `./run.sh glue`; None in files of earlier versions.
-
-    Raises:
-        ConfigError: `./run.sh glue` did not write the file.
-    """
-    with file_of_glue(path):
-        held = json.loads(path.read_text())
-        if "average_over" not in held:
-            return None
-        return counts_of(held["rows"], held["average_over"])
-
-
-def read_scores(path: Path) -> Scores:
+def read_scores(path: Path) -> tuple[Scores, dict[str, int]]:
     """Read the scores in a file of `./run.sh glue`; of several learning rates, those of the best one of each task.
 
+    Returns:
+        The scores, and how often each task counts in their average; empty in files of earlier versions.
+
     Raises:
         ConfigError: `./run.sh glue` did not write the file.
     """
-    scores: Scores = {}
-    with file_of_glue(path):
-        for row in best_rate(json.loads(path.read_text())["rows"]):
-            scores.setdefault(row["task"], []).append(float(row["score"]))
+    try:
+        held = json.loads(path.read_text())
+        scores = scores_of(best_rate(held["rows"]))
         if not scores:
             raise ValueError("no scores")
-    return scores
-
-
-@contextlib.contextmanager
-def file_of_glue(path: Path) -> Iterator[None]:
-    """Translate the errors of reading a file that `./run.sh glue` did not write."""
-    try:
-        yield
+        counts = {}
+        if "average_over" in held:
+            counts = counts_of(held["rows"], held["average_over"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a file of ./run.sh glue ({type(error).__name__}: {error})") from None
+    return scores, counts

@@ -17,11 +17,10 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError
 from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
@@ -30,6 +29,7 @@ from tools.checks import checkpoint_bytes
 from tools.cli import say
 from tools.compose import build_data, describe_data, make_task, resolve
 from tools.cost import duration_text, time_step
+from tools.glue.plan import check_known
 from tools.jobs import Job, at_once, work
 from tools.paper.figures import draw
 from tools.paper.finetune import fine_tune
@@ -89,8 +89,7 @@ def replacements(given: Sequence[Sequence[str]], tables: Mapping[str, Table], sc
     for name, table in tables.items():
         used.update(cell.recipe.data.name for cell in cells(name, table, scale))
     for name, *overrides in given:
-        if name not in used:
-            raise ConfigError(f"--data: no run reads data set {name!r}, {nearest(name, sorted(used))}")
+        check_known([name], sorted(used), "--data: no run reads data set")
         found.setdefault(name, []).extend(overrides)
     return found
 
@@ -113,18 +112,17 @@ def make_jobs(
 
     def job(cell: Cell) -> PaperJob:
         """Return the job of a cell; a run that another one needs is made again if its folder is gone."""
-        place = cell.key, cell.seed
-        if place not in jobs:
+        if cell.place not in jobs:
             after = job(cell.after) if cell.after else None
             recipe, *overrides = cell.argv
             overrides += data.get(cell.recipe.data.name, ())
             overrides += [f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"]
-            jobs[place] = PaperJob((recipe, *overrides), resolve(recipe, overrides), after, cell)
-        return jobs[place]
+            jobs[cell.place] = PaperJob((recipe, *overrides), resolve(recipe, overrides), after, cell)
+        return jobs[cell.place]
 
     for name, table in tables.items():
         for cell in cells(name, table, scale):
-            if (cell.key, cell.seed) not in store.rows:
+            if cell.place not in store.rows:
                 job(cell)
     return list(jobs.values())
 
@@ -175,7 +173,8 @@ def write(tables: Mapping[str, Table], store: Store) -> None:
         store.save(markdown(tables, store, draw(tables, store)))
 
 
-class Missing(NamedTuple):
+@dataclass
+class Missing:
     """Runs of a table that are not finished, with estimates of their time and disk space.
 
     Attributes:
@@ -205,19 +204,22 @@ def plan(tables: Mapping[str, Table], scale: str, store: Store, jobs: Sequence[P
             continue
         own = [job for job in jobs if job.cell.table == name]
         row = Missing(name, len(every), own)
+        rows.append(row)
         try:
-            seconds, reason = time_left(own, store)
+            row.seconds, reason = time_left(own, store)
         except ConfigError as error:
             absent.setdefault(str(error), []).append(name)
-            rows.append(row)
             continue
         if reason:
             published.setdefault(f"estimated with the published number of samples; {reason}", []).append(name)
         if table.glue and own:
             notes.append(f"{name}: without GLUE, which `./run.sh glue RUN --recipe NAME --dry-run` estimates")
-        sizes = {key: weights(job) for key, job in {job.cell.key: job for job in own}.items()}
-        rows.append(row._replace(seconds=seconds, bytes=sum(sizes[job.cell.key] for job in own)))
-    for reason, names in (*absent.items(), *published.items()):
+        sizes = {}
+        for job in own:
+            if job.cell.key not in sizes:
+                sizes[job.cell.key] = weights(job)
+            row.bytes += sizes[job.cell.key]
+    for reason, names in (absent | published).items():
         notes.append(f"{', '.join(names)}: {reason}")
     notes.append("jobs: runs that no earlier table has, and classifiers that measure distances of images")
     header = ["table", "runs", "jobs left", "a job", "all jobs", "weights"]

@@ -44,8 +44,8 @@ def fine_tune(tables: Mapping[str, Table], scale: str, store: Store, options: Se
             return ended
         code = code or ended
         if not ended:
-            scores = read_scores(cell.run / "glue" / recipe / "results.json")
-            row = store.rows[cell.key, cell.seed]
+            scores, _ = read_scores(cell.run / "glue" / recipe / "results.json")
+            row = store.rows[cell.place]
             store.add(row | {"glue": scores_of(cell, store) | {recipe: scores}})
             store.save_rows()
     return code
@@ -62,7 +62,7 @@ def missing(name: str, table: Table, scale: str, store: Store) -> list[tuple[Cel
         options = table.glue.mini
     found = []
     for cell in every:
-        if (cell.key, cell.seed) not in store.rows:
+        if cell.place not in store.rows:
             continue
         recipes = table.rows[cell.row].glue or table.glue.recipes
         if scale == "mini":
@@ -88,4 +88,4 @@ def best(table: Table, every: Sequence[Cell], store: Store) -> list[Cell]:
 
 def scores_of(cell: Cell, store: Store) -> dict[str, Scores]:
     """Return the scores of a finished run on GLUE, by fine-tuning recipe."""
-    return store.rows[cell.key, cell.seed].get("glue", {})
+    return store.rows[cell.place].get("glue", {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from tools.paper.parts import Part
 from tools.plots import number_ticks, tidy
 from tools.store import Row
 
+RATIOS = (0.3, 0.5, 1, 2, 5, 10, 20)  # ticks
 FORM = {"chunk": ("-", "o"), "rnn": ("--", "s"), "full": (":", "^")}
 
 
@@ -86,29 +86,29 @@ def inference(fig: Any, rows: list[Row]) -> None:
         if row["form"] in FORM and row["chunk_size"] in (None, 64):
             lines.setdefault((row["run"], row["form"]), {})[row["size"]] = row
     runs = dict.fromkeys(row["run"] for row in rows)
-    for run, form in itertools.product(runs, FORM):
-        made = lines.get((run, form), {})
-        if len(made) < 2:
-            continue
-        sizes = []
-        memory = []
-        times = []
-        for size, row in sorted(made.items()):
-            beside = softmax.get((run, size, row["compiled"]))
-            if beside:
-                sizes.append(size)
-                memory.append(row["peak_bytes"] / beside["peak_bytes"])
-                times.append(row["ratio"])
-        drawn.update(sizes)
-        mixer = row["mixer"]
-        dashes, marker = FORM[form]
-        look = {"linestyle": dashes, "marker": marker, "color": colour_of(mixer), "markersize": 4}
-        axes[0].plot(sizes, memory, **look)
-        axes[1].plot(sizes, times, label=f"{mixer}, {form}", **look)
+    for run in runs:
+        for form, (dashes, marker) in FORM.items():
+            made = lines.get((run, form), {})
+            if len(made) < 2:
+                continue
+            sizes = []
+            memory = []
+            times = []
+            for size, row in sorted(made.items()):
+                beside = softmax.get((run, size, row["compiled"]))
+                if beside:
+                    sizes.append(size)
+                    memory.append(row["peak_bytes"] / beside["peak_bytes"])
+                    times.append(row["ratio"])
+            drawn.update(sizes)
+            mixer = row["mixer"]
+            look = {"linestyle": dashes, "marker": marker, "color": colour_of(mixer), "markersize": 4}
+            axes[0].plot(sizes, memory, **look)
+            axes[1].plot(sizes, times, label=f"{mixer}, {form}", **look)
     for ax, title in zip(axes, ("peak memory", "time")):
         ax.axhline(1, color=SOFTMAX, linewidth=0.8)
         ax.set(yscale="log", xlabel="px", title=f"{title} / softmax of the same shape")
-        ax.set_yticks([0.3, 0.5, 1, 2, 5, 10, 20], ["0.3", "0.5", "1", "2", "5", "10", "20"])
+        ax.set_yticks(RATIOS, list(map(str, RATIOS)))
         number_ticks(ax, sorted(drawn), fontsize=7, rotation=45)
         tidy(ax)
     fig.legend(loc="outside right center", frameon=False, fontsize=8)

@@ -237,14 +237,12 @@ def section(part: Part, judged: Sequence[Judged], level: float) -> list[str]:
     header, cells = rows_table(part)
     text += [pipes(header, cells, text=TEXT), remarks(part.results)]
     compared = [(each.comparison, each.verdict) for each in judged]
-    for kind in VERDICTS:
-        header, cells = table_of(kind, compared, level)
+    tables = [table_of(kind, compared, level) for kind in VERDICTS]
+    if table.glue:
+        tables.append(scores_table(glue_scores(part.results)))
+    for header, cells in tables:
         if cells:
             text.append(pipes(header, cells, text=TEXT))
-    scores = glue_scores(part.results)
-    if table.glue and scores:
-        header, cells = scores_table(scores)
-        text.append(pipes(header, cells, text=TEXT))
     text.append(origin(part))
     return [each for each in text if each]
 

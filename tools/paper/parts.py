@@ -49,7 +49,7 @@ class Part(NamedTuple):
     @property
     def rows(self) -> list[Row]:
         """Return the raw rows of all runs."""
-        found: list[Row] = []
+        found = []
         for own in self.results.runs.values():
             found += own.values()
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +20,7 @@ from lion.recipe import Recipe, free_keys
 from lion.tasks.metrics import Metric
 from lion.yaml_text import parse_yaml
 from tools.compose import metric_of, resolve
-from tools.glue.plan import table_names
+from tools.glue.plan import check_known, table_names
 from tools.statistics import NOISES
 
 TABLES = Path(__file__).parent / "tables"
@@ -181,6 +181,11 @@ class Cell(NamedTuple):
     after: Cell | None = None
 
     @property
+    def place(self) -> tuple[str, int]:
+        """The place of its raw row in the store."""
+        return self.key, self.seed
+
+    @property
     def run(self) -> Path:
         """The folder of the run, the same in all tables that share it."""
         words = re.sub(r"[^A-Za-z0-9]+", "_", self.recipe.model.label()).strip("_")
@@ -212,20 +217,9 @@ def read_table(path: Path) -> Table:
     for kind, pairs in (("claims", table.claims), ("open", table.open)):
         for pair in pairs:
             check_known(pair, table.rows, f"{path}: {kind}: unknown row")
-    names = [" > ".join(pair) for pair in (*table.claims, *table.open)]
+    names = [" > ".join(pair) for pair in table.claims + table.open]
     check_known(table.notes, names, f"{path}: notes: unknown claim")
     return table
-
-
-def check_known(names: Iterable[str], known: Collection[str], text: str) -> None:
-    """Check that all names are known.
-
-    Raises:
-        ConfigError: A name is not; the message begins with `text`.
-    """
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"{text} {name!r}, {nearest(name, known)}")
 
 
 def choose(tables: Mapping[str, Table], names: Sequence[str]) -> dict[str, Table]:
@@ -273,15 +267,19 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
     Raises:
         ConfigError: A recipe is unknown, or its settings cannot be combined.
     """
+    made: dict[tuple[str, int], Cell] = {}
     if scale == "published":
-        return published_cells(name, table)
+        for seed in range(table.published_seeds):
+            for row, each in table.rows.items():
+                if each.recipe:
+                    made[row, seed] = make_cell(name, row, scale, seed, each.recipe, {})
+        return list(made.values())
     if table.mini is None:
         return []
     measured = table.distance
     classifier = None
     if measured:
         classifier = make_cell(name, "features", scale, 0, measured.features, measured.set)
-    made: dict[tuple[str, int], Cell] = {}
     for seed in range(table.mini.seeds):
         for row, each in table.rows.items():
             if each.set is None:
@@ -295,16 +293,6 @@ def cells(name: str, table: Table, scale: str) -> list[Cell]:
     return list(made.values())
 
 
-def published_cells(name: str, table: Table) -> list[Cell]:
-    """List the runs of a table by the recipes of its rows."""
-    found = []
-    for seed in range(table.published_seeds):
-        for row, each in table.rows.items():
-            if each.recipe:
-                found.append(make_cell(name, row, "published", seed, each.recipe, {}))
-    return found
-
-
 def make_cell(
     table: str,
     row: str,
@@ -315,13 +303,16 @@ def make_cell(
     after: Cell | None = None,
     measured: Distance | None = None,
 ) -> Cell:
-    given = dict(settings)
+    overrides = []
     runs = {}  # settings that name a run, as they enter the key, which is the same for all seeds
     for key, value in settings.items():
+        text = value
         if is_run(value) and after:
-            given[key] = str(after.run)
+            text = str(after.run)
             runs[key] = f"{RUN_OF}{after.key}"
-    overrides = as_overrides(given)
+        elif not isinstance(value, str):
+            text = json.dumps(value)
+        overrides.append(f"{key}={text}")
     try:
         resolved = resolve_once(recipe, tuple(overrides))
     except ConfigError as error:
@@ -337,18 +328,8 @@ def is_run(value: Any) -> bool:
     return isinstance(value, str) and value.startswith(RUN_OF)
 
 
-@functools.cache
-def resolve_once(recipe: str, overrides: tuple[str, ...]) -> Recipe:
-    """Resolve a recipe; the page is written after every run, from the recipes of all tables and seeds."""
-    return resolve(recipe, overrides)
-
-
-def as_overrides(settings: Mapping[str, Any]) -> list[str]:
-    found = []
-    for key, value in settings.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        found.append(f"{key}={text}")
-    return found
+# the page is written after every run, from the recipes of all tables and seeds
+resolve_once = functools.cache(resolve)
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:

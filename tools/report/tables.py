@@ -13,7 +13,7 @@ from lion.samples.text import TextInfo
 from lion.tasks.metrics import Metric
 from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
 from tools.finished import Run
-from tools.glue.scores import Scores, read_counts, read_scores, scores_table
+from tools.glue.scores import Scores, read_scores, scores_table
 from tools.report.paper import Claims, published
 from tools.tables import Cell, Table, fill, spread
 
@@ -102,8 +102,8 @@ def glue_table(groups: Groups) -> Table:
             paths += run.folder.glob("glue/*/results.json")
         for path in sorted(paths):
             row = name, path.parent.name
-            found.setdefault(row, []).append(read_scores(path))
-            own = read_counts(path)
+            scores, own = read_scores(path)
+            found.setdefault(row, []).append(scores)
             if own:
                 counts[row] = own
     return scores_table(found, counts)
