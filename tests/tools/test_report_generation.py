@@ -88,7 +88,7 @@ def test_rows_by_patches_and_claims_by_distance(runs, tmp_path):
     assert first.unit == second.unit == "FD-own"
     assert first.found.mean == pytest.approx(2.05)
     assert second.found.mean == pytest.approx(-1.05)
-    metric, _, values = frechet(groups["lightnet patch 4"])
+    metric, values = frechet(groups["lightnet patch 4"])
     assert not metric.higher_is_better
     assert list(values.values()) == [5.0, 5.3]
     assert here("report", *runs, "--out", tmp_path) == 0

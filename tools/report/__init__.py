@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     notes = read_notes(args.notes)
     sections = []
     for title, names in asked_for(args.runs, args.section).items():
-        sections.append(read_section(title, names))
+        runs = [load(run) for run in dict.fromkeys(names)]
+        sections.append(Section(title, group(runs)))
     if not sections:
         check_report(args.out, args.name)
     name = args.name or default_name(sections)
@@ -126,11 +127,6 @@ def default_name(sections: list[Section]) -> str:
             if run.recipe.data.name not in USER_FILES:
                 return first.recipe.task.name
     return first.folder.name
-
-
-def read_section(title: str, names: list[str]) -> Section:
-    runs = [load(name) for name in dict.fromkeys(names)]
-    return Section(title, group(runs))
 
 
 def put(store: Store, section: Section) -> None:

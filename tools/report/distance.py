@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tools.distance import SHARES
 from tools.finished import Run
 from tools.options import FIGURES
 from tools.report.tables import Groups, Values
-from tools.tables import Cell, Table, fill, spread
+from tools.tables import Table, hundredths, spread
 
 ALIKE = ("judge", "reference", "real", "samples", "checkpoint", "raw", "steps", "guidance")  # settings that must agree
 
@@ -25,8 +24,8 @@ def distance_table(groups: Groups) -> Table:
     Raises:
         ConfigError: Distances are not comparable, or were measured with other weights than the runs have now.
     """
-    rows = []
     first: dict[str, Any] = {}
+    body = []
     for name, runs in groups.items():
         some = read_all(runs)
         if not some:
@@ -34,36 +33,31 @@ def distance_table(groups: Groups) -> Table:
         first = first or some[0]
         for one in some:
             check_same(one, first)
-        rows.append({"name": name, "samples": first["samples"], "measured": [one["figures"] for one in some]})
-    if not rows:
+        body.append(row(name, first["samples"], list(first["figures"]), [one["figures"] for one in some]))
+    if not first:
         return [], []
     floor = first["floor"]
-    real = {figure: value for figure, (value, _) in floor["figures"].items()}
-    rows.append({"name": floor["name"], "samples": floor["samples"], "measured": [real]})
-    columns: dict[str, Cell] = {"model": lambda row: row["name"], "samples": lambda row: f"{row['samples']:,}"}
-    for figure in first["figures"]:
-        heading = f"{figure} %" if figure in SHARES else figure
-        columns[heading] = partial(figure_cell, figure=figure)
-    columns["n"] = lambda row: str(len(row["measured"]))
-    return fill(columns, rows)
+    body.append(row(floor["name"], floor["samples"], list(first["figures"]), [floor["figures"]]))
+    return ["model", "samples", *first["figures"], "n"], body
 
 
-def figure_cell(row: dict[str, Any], figure: str) -> str:
-    """Return the mean of a figure over the runs of a row; the row of real images may lack it."""
-    scale = 100 if figure in SHARES else 1
-    values = [figures[figure] for figures in row["measured"] if figure in figures]
-    return spread(values, lambda value: f"{value * scale:.2f}")
+def row(name: str, samples: int, figures: list[str], measured: list[dict[str, float]]) -> list[str]:
+    """Return the cells of a row: the means of figures over its runs; that of real images may lack some."""
+    cells = [name, f"{samples:,}"]
+    for figure in figures:
+        values = [each[figure] for each in measured if figure in each]
+        cells.append(spread(values, hundredths))
+    return [*cells, str(len(measured))]
 
 
-def frechet(runs: list[Run]) -> tuple[Metric, str, Values]:
-    """Return the Fréchet distance as a metric, what it was measured on, and its value for each measured run."""
+def frechet(runs: list[Run]) -> tuple[Metric, Values]:
+    """Return the Fréchet distance as a metric, and its value for each measured run."""
     found: Values = {}
     name = "FD-own"
-    for run in runs:
-        for one in read_all([run]):
-            name = next(figure for figure in one["figures"] if figure.startswith("FD-"))
-            found[run.folder] = one["figures"][name]
-    return Mean(name, higher_is_better=False), "samples", found
+    for one in read_all(runs):
+        name = next(figure for figure in one["figures"] if figure.startswith("FD-"))
+        found[one["path"].parent] = one["figures"][name]
+    return Mean(name, higher_is_better=False), found
 
 
 def read_all(runs: list[Run]) -> list[dict[str, Any]]:
@@ -74,7 +68,8 @@ def read(folder: Path) -> dict[str, Any]:
     """Read the distance file of a run.
 
     Returns:
-        The settings in `ALIKE`, the `figures` of the generated images, `floor` (the row of real images), and `path`.
+        The settings in `ALIKE`, the `figures` of the generated images by heading, `floor` (the row of real images), and
+        `path`.
 
     Raises:
         ConfigError: `./run.sh distance` did not write the file, or the run's weights have changed since.
@@ -85,14 +80,25 @@ def read(folder: Path) -> dict[str, Any]:
         made, floor = held["rows"]
         held |= {"real": made["reference"], "samples": made["samples"]}
         found = {name: held[name] for name in ALIKE}
-        found["figures"] = {name: float(value) for name, (value, _) in made["figures"].items()}
-        found |= {"floor": floor, "path": path}
+        found |= {"figures": by_heading(made["figures"]), "path": path}
+        found["floor"] = floor | {"figures": by_heading(floor["figures"])}
         step = held["step"]
         there = [step for step, _ in steps_of(folder, held["checkpoint"])]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a file of ./run.sh distance ({type(error).__name__}: {error})") from None
     if there and step != there[0]:
         raise ConfigError(f"{path}: measured at step {step:,}, the weights are of step {there[0]:,}: measure again")
+    return found
+
+
+def by_heading(figures: dict[str, list[float]]) -> dict[str, float]:
+    """Return the values of figures by their headings; shares are in percent."""
+    found = {}
+    for name, (value, _) in figures.items():
+        if name in SHARES:
+            found[f"{name} %"] = 100 * float(value)
+        else:
+            found[name] = float(value)
     return found
 
 

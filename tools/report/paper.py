@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from lion.config import flatten, to_dict
 from lion.recipe import Recipe, free_keys
+from tools.claims import CLAIM, QUESTION
 from tools.compose import metric_of, resolve
 from tools.listing import NO_ROW, recipe_files
 from tools.options import SCALES
-from tools.paper.tables import Table, cells, read_tables
+from tools.paper.tables import cells, read_tables
 
 NUMBER = re.compile(r"\d|fail")  # beginning of an `about.expected` that is a result
 
@@ -39,24 +40,16 @@ def claims_about(task: str) -> Claims:
     claims: dict[tuple[str, str], None] = {}
     asked: dict[tuple[str, str], None] = {}
     both: set[tuple[str, str]] = set()
-    for table, names in tables_of(task):
-        for a, b in table.claims:
-            if named_apart(a, b, names):
-                pair = names[a], names[b]
-                if pair[::-1] in claims:
-                    both |= {pair, pair[::-1]}
-                else:
-                    claims[pair] = None
-        for a, b in table.open:
-            if named_apart(a, b, names):
-                pair = names[a], names[b]
-                if table.rows[a].published and table.rows[b].published:
-                    both |= {pair, pair[::-1]}
-                if pair[::-1] not in asked:
-                    asked[pair] = None
+    for kind, pair, printed in pairs_of(task):
+        other = pair[::-1]
+        held = claims if kind == CLAIM else asked
+        if other not in held:
+            held[pair] = None
+        if printed or (kind == CLAIM and other in claims):
+            both |= {pair, other}
     clear = [pair for pair in claims if pair not in both]
     questions: dict[tuple[str, str], None] = {}
-    for pair in (*asked, *claims):
+    for pair in asked | claims:
         if pair[::-1] in claims:
             pair = pair[::-1]
         if pair not in clear:
@@ -64,20 +57,23 @@ def claims_about(task: str) -> Claims:
     return Claims(tuple(clear), tuple(questions))
 
 
-def tables_of(task: str) -> Iterator[tuple[Table, dict[str, str]]]:
-    """Yield the tables at both scales, with the names of those rows whose recipes are of a task."""
+def pairs_of(task: str) -> Iterator[tuple[str, tuple[str, str], bool]]:
+    """Yield the claims and questions of all tables about rows of a task, with names that differ.
+
+    Yields:
+        The kind, the pair, and whether it is a question about two rows that the paper prints.
+    """
     for name, table in read_tables().items():
         for scale in SCALES:
             names = {}
             for cell in cells(name, table, scale):
-                if of(cell.recipe) == task:
+                if cell.recipe.task.name == task:
                     names[cell.row] = called(cell.recipe)
-            yield table, names
-
-
-def named_apart(a: str, b: str, names: dict[str, str]) -> bool:
-    """Return whether two rows of a table are runs of a task, with different names."""
-    return a in names and b in names and names[a] != names[b]
+            for kind, pairs in ((CLAIM, table.claims), (QUESTION, table.open)):
+                for a, b in pairs:
+                    printed = kind == QUESTION and table.rows[a].published and table.rows[b].published
+                    if a in names and b in names and names[a] != names[b]:
+                        yield kind, (names[a], names[b]), bool(printed)
 
 
 def published(recipe: Recipe) -> str:
@@ -101,13 +97,9 @@ def results() -> dict[str, list[str]]:
 def kind_of(recipe: Recipe) -> str:
     """Return the task, the start, and all settings of data and model that affect a result, as text."""
     values = flatten({"model": to_dict(recipe.model.resolved()), "data": to_dict(recipe.data)})
-    for key in (*free_keys(recipe), "model.attention.form", "model.attention.chunk_size"):
+    for key in free_keys(recipe) | {"model.attention.form", "model.attention.chunk_size"}:
         values.pop(key, None)
-    return json.dumps([of(recipe), recipe.init_from is None, values], sort_keys=True)
-
-
-def of(recipe: Recipe) -> str:
-    return recipe.task.name
+    return json.dumps([recipe.task.name, recipe.init_from is None, values], sort_keys=True)
 
 
 def called(recipe: Recipe) -> str:

@@ -20,34 +20,31 @@ def group(runs: list[Run]) -> dict[str, list[Run]]:
     Raises:
         ConfigError: Tasks, data or budgets differ, runs of one name differ in settings, or two runs are equal.
     """
+    first = runs[0]
+    task = first.recipe.task.name
+    of_first = settings_of(first.recipe)
     found: dict[str, list[Run]] = {}
-    settings: dict[str, dict[str, Any]] = {}
     for run in runs:
-        task, expected = run.recipe.task.name, runs[0].recipe.task.name
-        if task != expected:
-            raise ConfigError(f"{run.folder}: task {task!r}, but {runs[0].folder} has {expected!r}; use --section")
-        run.info.check_same(f"{run.folder}: not comparable, {runs[0].folder}", runs[0].info.to_dict())
-        name = called(run.recipe)
-        own = settings_of(run.recipe)
-        first = next(iter(settings.values()), own)
-        trained_on = {f"data.{key}" for key in run.recipe.data.of_training}
-        for key in own:
-            shared = key.startswith(SHARED) or key in BUDGET
-            if shared and key not in trained_on and own[key] != first.get(key):
-                raise ConfigError(f"{run.folder}: not comparable with {runs[0].folder}, they differ in {key}")
-        row = settings.setdefault(name, own)
-        if row != own:
-            odd = next(key for key in own if own[key] != row.get(key))
-            raise ConfigError(f"{run.folder}: named {name!r} as {found[name][0].folder}, but differs in {odd}")
-        others = found.setdefault(name, [])
-        if run.recipe.seed in [other.recipe.seed for other in others]:
-            raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {run.recipe.seed}")
-        others.append(run)
-    return {name: sorted(found[name], key=seed_of) for name in sorted(found, key=place)}
-
-
-def seed_of(run: Run) -> int:
-    return run.recipe.seed
+        recipe = run.recipe
+        if recipe.task.name != task:
+            raise ConfigError(
+                f"{run.folder}: task {recipe.task.name!r}, but {first.folder} has {task!r}; use --section"
+            )
+        run.info.check_same(f"{run.folder}: not comparable, {first.folder}", first.info.to_dict())
+        own = settings_of(recipe)
+        trained_on = {f"data.{key}" for key in recipe.data.of_training}
+        for key in differing(own, of_first):
+            if (key.startswith(SHARED) or key in BUDGET) and key not in trained_on:
+                raise ConfigError(f"{run.folder}: not comparable with {first.folder}, they differ in {key}")
+        name = called(recipe)
+        row = found.setdefault(name, [])
+        for other in row:
+            for key in differing(own, settings_of(other.recipe)):
+                raise ConfigError(f"{run.folder}: named {name!r} as {other.folder}, but differs in {key}")
+            if recipe.seed == other.recipe.seed:
+                raise ConfigError(f"{run.folder}: a second run of {name!r} with seed {recipe.seed}")
+        row.append(run)
+    return {name: sorted(found[name], key=lambda run: run.recipe.seed) for name in sorted(found, key=place)}
 
 
 def place(name: str) -> tuple[bool, int, str]:
@@ -59,6 +56,11 @@ def place(name: str) -> tuple[bool, int, str]:
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all runs of a row share."""
     settings = flatten(to_dict(recipe))
-    for key in (*free_keys(recipe), "seed", "init_from", "about.row", "about.expected", "about.hardware"):
+    for key in free_keys(recipe) | {"seed", "init_from", "about.row", "about.expected", "about.hardware"}:
         settings.pop(key, None)
     return settings
+
+
+def differing(settings: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Return the keys of settings that have another value in `others`, or none."""
+    return [key for key, value in settings.items() if others.get(key) != value]

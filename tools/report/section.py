@@ -15,13 +15,13 @@ from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.colours import colour_of
 from tools.finished import Run
 from tools.options import FIGURES
-from tools.plots import widen
+from tools.plots import tidy, widen
 from tools.report.distance import distance_table, frechet
 from tools.report.paper import claims_about
-from tools.report.runs import settings_of
+from tools.report.runs import differing, settings_of
 from tools.report.tables import Groups, comparisons, glue_table, own_metric, result_table
 from tools.statistics import RULE
-from tools.store import Row
+from tools.store import Row, grouped
 from tools.tables import Table, pipes
 
 JUDGES = {"diffusion": frechet}  # by task, what its rows are compared by, if not by the metric of the task
@@ -44,10 +44,7 @@ class Section:
 
     @property
     def runs(self) -> list[Run]:
-        found: list[Run] = []
-        for runs in self.groups.values():
-            found += runs
-        return found
+        return list(itertools.chain(*self.groups.values()))
 
     def remarks(self) -> str:
         """Return the remarks on single runs as Markdown, one line per run."""
@@ -57,10 +54,6 @@ class Section:
                 if run.remark:
                     lines.append(f"- {name}, seed {run.recipe.seed}: {run.remark}")
         return "\n".join(lines)
-
-    def comparisons(self) -> list[Comparison]:
-        task = self.runs[0].recipe.task.name
-        return comparisons(self.groups, claims_about(task), JUDGES.get(task, own_metric))
 
     def parts(self) -> list[tuple[str, Table]]:
         """Return the tables that have rows, each with its heading."""
@@ -151,12 +144,10 @@ def environment_of(run: Run) -> str:
 
 def differing_settings(runs: list[Run]) -> list[str]:
     """Return the keys of the settings in which runs differ."""
-    first, *others = [settings_of(run.recipe) for run in runs]
+    first = settings_of(runs[0].recipe)
     found = set()
-    for other in others:
-        for key, value in first.items():
-            if other.get(key) != value:
-                found.add(key)
+    for run in runs:
+        found.update(differing(first, settings_of(run.recipe)))
     return sorted(found)
 
 
@@ -166,6 +157,8 @@ def as_section(section: Section) -> Row:
     parts = [["", budget(section.runs)]]
     for heading, (header, rows) in section.parts():
         parts.append([heading, pipes(header, rows, text=TEXT)])
+    task = first.recipe.task.name
+    compared = comparisons(section.groups, claims_about(task), JUDGES.get(task, own_metric))
     remarks = section.remarks()
     if remarks:
         parts.append(["", remarks])
@@ -173,7 +166,7 @@ def as_section(section: Section) -> Row:
         "section": section.title,
         "task": first.task.title,
         "parts": parts,
-        "comparisons": [each.as_row() for each in section.comparisons()],
+        "comparisons": [each.as_row() for each in compared],
         "x": "step" if first.recipe.trainer.epochs is None else "epoch",
         "y": f"val {first.metric.heading}",
     }
@@ -216,14 +209,13 @@ def raw_results(folder: Path) -> Row:
 
 def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
     """Plot the validation metric over steps, or over epochs if the budget is in epochs; one panel per section."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["section"], row["model"]), []).append(row)
+    groups = grouped(rows, ("section", "model"))
     panels = fig.subplots(len(sections), squeeze=False)[:, 0]
     for ax, section in zip(panels, sections):
         seen: collections.Counter[str] = collections.Counter()
-        for (title, name), runs in groups.items():
-            if title != section["section"]:
+        for runs in groups:
+            name = runs[0]["model"]
+            if runs[0]["section"] != section["section"]:
                 continue
             colour = colour_of(name)
             mixer = name.split()[0]
@@ -235,8 +227,7 @@ def curves(fig: Any, sections: list[Row], rows: Iterable[Row]) -> None:
             ax.fill_between(places, list(map(min, values)), list(map(max, values)), alpha=0.15, color=colour)
         ax.set(title=section["section"], xlabel=section["x"], ylabel=section["y"])
         widen(ax)
-        ax.grid(True, color="0.9")
-        ax.spines[["top", "right"]].set_visible(False)
+        tidy(ax)
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 

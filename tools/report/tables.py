@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.text import TextInfo
@@ -15,81 +15,61 @@ from tools.claims import CLAIM, QUESTION, Comparison, compare, not_judged
 from tools.finished import Run
 from tools.glue.scores import Scores, read_scores, scores_table
 from tools.report.paper import Claims, published
-from tools.tables import Cell, Table, fill, spread
+from tools.tables import Table, fill, spread
 
 Groups = dict[str, list[Run]]
 Values = dict[Path, float]  # value of each run, by its folder
-Judge = Callable[[list[Run]], tuple[Metric, str, Values]]  # returns the metric, what it was measured on, and its values
+Judge = Callable[[list[Run]], tuple[Metric, Values]]  # returns the metric that compares runs, and its values
 
 
 def result_table(groups: Groups) -> Table:
     """Return the table of results, a row for each recipe; columns without information are left out."""
-    first = next(iter(groups.values()))[0]
-    metric, unit = first.metric, first.task.speed_unit
-    columns: dict[str, Cell] = {
-        "model": lambda row: row.name,
-        f"test {metric.heading}": test_cell,
-        f"val {metric.heading}": lambda row: spread([run.val for run in row.runs], metric.number),
-    }
-    for place, (other, _) in enumerate(first.beside):
-        columns[f"val {other.heading}"] = partial(beside_cell, place=place)
-    columns["n"] = lambda row: str(len(row.runs))
-    columns["parameters"] = lambda row: f"{row.runs[0].parameters:,}"
-    columns[f"{unit} seen"] = seen_cell
-    columns[f"{unit}/s"] = speed_cell
-    columns["paper"] = paper_cell
-    rows = [Named(name, runs) for name, runs in groups.items()]
-    if len(set(map(seen_cell, rows))) == 1:  # of all rows alike
-        del columns[f"{unit} seen"]
+    rows = [result_row(name, runs) for name, runs in groups.items()]
+    seen = f"{next(iter(groups.values()))[0].task.speed_unit} seen"
+    columns = {heading: operator.itemgetter(heading) for heading in rows[0]}
+    if len({row[seen] for row in rows}) == 1:  # of all rows alike
+        del columns[seen]
     return fill(columns, rows)
 
 
-class Named(NamedTuple):
-    """A row of the table of results."""
+def result_row(name: str, runs: list[Run]) -> dict[str, str | None]:
+    """Return the cells of a row by headings, None without a value."""
+    first = runs[0]
+    metric, unit = first.metric, first.task.speed_unit
+    row: dict[str, str | None] = {"model": name}
+    row[f"test {metric.heading}"] = test_cell(runs)
+    row[f"val {metric.heading}"] = spread([run.val for run in runs], metric.number)
+    for place, (other, _) in enumerate(first.beside):
+        values = [run.beside[place][1] for run in runs]
+        row[f"val {other.heading}"] = spread_of(values, other.number)
+    row["n"] = str(len(runs))
+    row["parameters"] = f"{first.parameters:,}"
+    row[f"{unit} seen"] = row[f"{unit}/s"] = row["paper"] = None
+    if first.seen is not None:
+        row[f"{unit} seen"] = f"{first.seen:,.0f}"
+    speeds = [run.speed for run in runs if run.speed is not None]
+    if speeds:
+        row[f"{unit}/s"] = f"{statistics.median(speeds):,.0f}"
+    paper = published(first.recipe)
+    if paper != "-":
+        row["paper"] = paper
+    return row
 
-    name: str
-    runs: list[Run]
 
-
-def test_cell(row: Named) -> str | None:
-    tests = [run.test for run in row.runs if run.test is not None]
-    if not tests:
-        return None
-    text = spread(tests, row.runs[0].metric.number)
-    if len(tests) < len(row.runs):
+def test_cell(runs: list[Run]) -> str | None:
+    tests = [run.test for run in runs if run.test is not None]
+    text = spread_of(tests, runs[0].metric.number)
+    if text and len(tests) < len(runs):
         text += f" (n = {len(tests)})"
     return text
 
 
-def beside_cell(row: Named, place: int) -> str | None:
-    """Return the cell of another metric; the log has null for a value that was not finite."""
-    metric, _ = row.runs[0].beside[place]
-    values = [run.beside[place][1] for run in row.runs]
+def spread_of(values: list[float | None], number: Callable[[float], str]) -> str | None:
+    """Return mean and deviation, None without values; the log has null for a value that was not finite."""
     finite = [value for value in values if value is not None]
     if not finite:
         return None
-    return spread(finite, metric.number)
-
-
-def paper_cell(row: Named) -> str | None:
-    text = published(row.runs[0].recipe)
-    if text == "-":
-        return None
-    return text
-
-
-def seen_cell(row: Named) -> str | None:
-    seen = row.runs[0].seen
-    if seen is None:
-        return None
-    return f"{seen:,.0f}"
-
-
-def speed_cell(row: Named) -> str | None:
-    speeds = [run.speed for run in row.runs if run.speed is not None]
-    if not speeds:
-        return None
-    return f"{statistics.median(speeds):,.0f}"
+    return spread(finite, number)
 
 
 def glue_table(groups: Groups) -> Table:
@@ -109,10 +89,12 @@ def glue_table(groups: Groups) -> Table:
     return scores_table(found, counts)
 
 
-def own_metric(runs: list[Run]) -> tuple[Metric, str, Values]:
-    """Return the metric that chose `best`, the split, and its values: on test if all runs were tested, else on val."""
-    split = "test" if all(run.test is not None for run in runs) else "val"
-    return runs[0].metric, split, {run.folder: getattr(run, split) for run in runs}
+def own_metric(runs: list[Run]) -> tuple[Metric, Values]:
+    """Return the metric that chose `best`, and its values: on test if all runs were tested, else on val."""
+    split = "test"
+    if None in [run.test for run in runs]:
+        split = "val"
+    return runs[0].metric, {run.folder: getattr(run, split) for run in runs}
 
 
 def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> list[Comparison]:
@@ -121,10 +103,8 @@ def comparisons(groups: Groups, about: Claims, judge: Judge = own_metric) -> lis
     A claim about rows `a` and `b` is one about `a with positions` and `b with positions`, too, and so on for every
     ending that two rows share. A row with a remarked run, such as one that is stuck at chance, is not judged.
     """
-    every: list[Run] = []
-    for runs in groups.values():
-        every += runs
-    metric, _, values = judge(every)
+    every = list(itertools.chain(*groups.values()))
+    metric, values = judge(every)
     shown: dict[str, dict[int, float]] = {}
     unfit = set()
     for name, runs in groups.items():
