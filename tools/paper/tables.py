@@ -208,7 +208,7 @@ def read_table(path: Path) -> Table:
 
     table = build(Table, parse_yaml(path.read_text(encoding="utf-8"), source=str(path)), source=source)
     for name, row in table.rows.items():
-        made = build(Row, row or {}, source=source, key=f"rows.{name}")
+        made = build(Row, row, source=source, key=f"rows.{name}")
         check_known(made.published, table.columns, f"{path}: rows.{name}: unknown column")
         check_known(made.glue, table_names(), f"{path}: glue: unknown recipe")
         table.rows[name] = made
