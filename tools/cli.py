@@ -57,20 +57,24 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=help)
 
+    def count(self, name: str, help: str | None = None, default: int | None = None) -> None:
+        """Add an option whose value is a whole number of at least 1."""
+        self.add_argument(name, type=count, default=default, help=help)
+
+    def path(self, name: str, metavar: str, help: str) -> None:
+        """Add an option whose value is a file or a folder."""
+        self.add_argument(name, type=Path, metavar=metavar, help=help)
+
+    def overrides(self, metavar: str, help: str | None = None) -> None:
+        """Add the overrides of a recipe, as arguments."""
+        self.add_argument("overrides", nargs="*", metavar=metavar, help=help)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}, {nearest(value, action.choices)}")
 
     def format_help(self) -> str:
         return as_called(super().format_help())
-
-    def parse_args(self, words: list[str]) -> argparse.Namespace:
-        self.check_options(words)
-        return super().parse_args(words)
-
-    def parse_intermixed_args(self, words: list[str]) -> argparse.Namespace:
-        self.check_options(words)
-        return super().parse_intermixed_args(words)
 
     def check_options(self, words: list[str]) -> None:
         """Check that all options of a line are options of the command, also if an argument is missing.
