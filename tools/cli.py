@@ -48,11 +48,6 @@ PATIENCE = 10  # seconds in which the launcher stops the other processes after o
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors as a one-line ConfigError with the nearest valid option."""
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        if settings.get("nargs") == "*":
-            settings.setdefault("default", [])  # without a default, argparse lists the argument as required
-        return super().add_argument(*names, **settings)
-
     def flag(self, name: str, help: str) -> None:
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=help)
@@ -65,9 +60,9 @@ class Parser(argparse.ArgumentParser):
         """Add an option whose value is a file or a folder."""
         self.add_argument(name, type=Path, metavar=metavar, help=help)
 
-    def overrides(self, metavar: str, help: str | None = None) -> None:
-        """Add the overrides of a recipe, as arguments."""
-        self.add_argument("overrides", nargs="*", metavar=metavar, help=help)
+    def several(self, name: str, metavar: str, help: str | None = None) -> None:
+        """Add arguments, or none; without a default, argparse lists them as required."""
+        self.add_argument(name, nargs="*", default=[], metavar=metavar, help=help)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

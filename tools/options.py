@@ -67,12 +67,12 @@ def read(name: str, add: Add, check: Check | None, argv: list[str]) -> Namespace
 
 def add_recipe(parser: Parser) -> None:
     parser.add_argument("recipe")
-    parser.overrides("key=value")
+    parser.several("overrides", "key=value")
 
 
 def add_run(parser: Parser) -> None:
     parser.add_argument("run")
-    parser.overrides("data.root=PATH", "where the data are now")
+    parser.several("overrides", "data.root=PATH", "where the data are now")
 
 
 def add_checkpoint(parser: Parser) -> None:
@@ -178,12 +178,7 @@ def evaluate(parser: Parser) -> None:
 
 @command("list")
 def list_recipes(parser: Parser) -> None:
-    parser.add_argument(
-        "patterns",
-        nargs="*",
-        metavar="pattern",
-        help="parts of a name or row, in any order, or a pattern such as *lion_s*",
-    )
+    parser.several("patterns", "pattern", "parts of a name or row, in any order, or a pattern such as *lion_s*")
     parser.flag("--mixers", "list the mixers of layers instead of the recipes")
 
 
@@ -267,7 +262,7 @@ def sample(parser: Parser) -> None:
 @command("distance")
 def distance(parser: Parser) -> None:
     parser.add_argument("samples_of", metavar="RUN|FOLDER|FILE.npz", help="images to evaluate")
-    parser.overrides("data.root=PATH", "where the real images are now")
+    parser.several("overrides", "data.root=PATH", "where the real images are now")
     parser.add_argument("--features", metavar="RUN|FILE.pt", help="a classifier run, or a TorchScript module")
     parser.add_argument(
         "--reference",
@@ -292,7 +287,7 @@ def distance(parser: Parser) -> None:
 @command("glue")
 def glue(parser: Parser) -> None:
     parser.add_argument("run", help="a run of masked language modelling")
-    parser.overrides("key=value", "overrides for all tasks; data.path is the folder of GLUE")
+    parser.several("overrides", "key=value", "overrides for all tasks; data.path is the folder of GLUE")
     parser.add_argument("--recipe", required=True, help="a row of Table 8 (tools/glue/tables): bert24, m2_base, ..")
     parser.add_argument("--tasks", type=names, default=list(GLUE_TASKS), help=f"some of {','.join(GLUE_TASKS)}")
     parser.count("--seeds", "number of seeds of each task (default: as published, 1 to 5)")
@@ -374,7 +369,7 @@ def check_bench_gpu(args: Namespace) -> None:
 
 @command("bench gpu", check_bench_gpu)
 def bench_gpu(parser: Parser) -> None:
-    parser.add_argument("names", nargs="*", metavar="MIXER|RECIPE")
+    parser.several("names", "MIXER|RECIPE")
     parser.add_argument("--form", nargs="+", choices=GPU_FORMS, default=list(GPU_FORMS), help="forms of operators")
     parser.add_argument("--length", type=count, nargs="+", default=[197, 1024], help="tokens of operators")
     parser.add_argument("--target", choices=GPUS, help="GPU of the estimates (default: h100)")
@@ -396,7 +391,7 @@ def convert(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("out", type=Path)
-    parser.overrides("key=value")
+    parser.several("overrides", "key=value")
     parser.flag("--ema", "use the averaged weights")
 
 
@@ -404,7 +399,7 @@ def convert(parser: Parser) -> None:
 def export(parser: Parser) -> None:
     parser.add_argument("run")
     parser.add_argument("out", type=Path)
-    parser.overrides("data.path=PATH", "where the data are now")
+    parser.several("overrides", "data.path=PATH", "where the data are now")
     parser.add_argument("--format", choices=FORMATS, default="hub", help="default: hub")
     parser.add_argument(
         "--length", type=count, metavar="N", help="tokens that the longest input of the program has at least"
@@ -416,7 +411,7 @@ def export(parser: Parser) -> None:
 
 @command("report")
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="*", metavar="RUN")
+    parser.several("runs", "RUN")
     parser.add_argument(
         "--section", nargs="+", action="append", default=[], metavar=("TITLE", "RUN"), help="another table"
     )
