@@ -42,7 +42,7 @@ from lion.evaluation.distances import (
 )
 from lion.files import keep_aside, save_json
 from lion.progress import progress
-from lion.recipe_files import RECIPE, find_run
+from lion.recipe_files import RECIPE
 from lion.runs import LoadedRun, open_run
 from lion.tasks.image_classification import ImageClassification
 from lion.trainer.compilation import compile_blocks
@@ -51,7 +51,15 @@ from tools import options
 from tools.bench.engine import typed
 from tools.cli import check_folder, say
 from tools.compose import build_data, check_finite, digest, resolve_run
-from tools.image_sources import SPLITS, Pictures, images_of_path, images_of_run, images_of_split, open_diffusion
+from tools.image_sources import (
+    SPLITS,
+    Drawing,
+    Pictures,
+    images_of_path,
+    images_of_run,
+    images_of_split,
+    open_diffusion,
+)
 from tools.probe import device_name, stamp
 from tools.tables import Cell, fill, table
 
@@ -69,34 +77,26 @@ def main(argv: list[str]) -> int:
     if args.out:
         check_folder("--out", args.out.parent)
     runtime = start_runtime()
-    features = None
-    if args.features and Path(args.features).suffix == ".pt":
-        features = TorchScriptFeatures(args, runtime)
-    elif args.features:
-        features = ClassifierFeatures(args, runtime)
-    generating = ("keep", "checkpoint", "raw", "steps", "guidance")
-    usual = options.distance([args.samples_of])
-    changed = [name for name in generating if getattr(args, name) != getattr(usual, name)]
-    made, run = open_samples(args, runtime, features, changed)
+    features = open_features(args, runtime)
+    made, run = open_samples(args, runtime, features)
     if run and not args.out:
         check_folder("RUN", run.folder)
     out = args.out or (run and run.folder / options.FIGURES)
-    real, floor = open_reference(args, made.count, run.folder if run else features and features.run, features)
+    real, floor = open_reference(args, made.count, run.folder if run else features.run, features)
     for pictures in (made, real, floor):
         if pictures is not None:
             check(pictures, features)
     read = partial(read_features, features=features, runtime=runtime)
     reference = read(real)
-    kind = features.name if features else "file"
-    rows = [compare(read(made), reference, made.name, kind)]
+    rows = [compare(read(made), reference, made.name, features.name)]
     if floor is None:  # compare two halves of the same set
         even, odd = reference.part(slice(None, None, 2)), reference.part(slice(1, None, 2))
-        rows.append(compare(even, odd, "real, in halves", kind))
+        rows.append(compare(even, odd, "real, in halves", features.name))
     else:
-        rows.append(compare(read(floor), reference, f"real, {floor.name}", kind))
+        rows.append(compare(read(floor), reference, f"real, {floor.name}", features.name))
     show(rows, features, real)
     if out:
-        about = {"reference": args.reference, "features": args.features, "judge": features and features.digest}
+        about = {"reference": args.reference, "features": args.features, "judge": features.digest}
         if args.reference not in SPLITS:
             about["reference"] = str(Path(args.reference).resolve())
         if run:
@@ -111,7 +111,45 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class ClassifierFeatures:
+def open_features(args: Any, runtime: Runtime) -> StoredFeatures:
+    """Return what computes the features of images, or stands for features that are there already."""
+    if not args.features:
+        return StoredFeatures()
+    if Path(args.features).suffix == ".pt":
+        return TorchScriptFeatures(args, runtime)
+    return ClassifierFeatures(args, runtime)
+
+
+class StoredFeatures:
+    """Features that files hold in place of images; also the base of those that a network computes.
+
+    Attributes:
+        name: Name of the features, in the names of scores.
+        about: The network, as messages name it; None without one.
+        run: Folder of the classifier run, if there is one.
+        channels: Channels of the images that are read.
+        digest: A digest of the network, or None.
+    """
+
+    name = "file"
+    about = None
+    run = None
+    channels = 3
+    digest = None
+
+    def check(self, pictures: tuple[int, ...], whose: str) -> None:
+        """Check the shape of images (channels, height, width); `whose` names them in messages.
+
+        Raises:
+            ConfigError: The network reads images of another shape.
+        """
+
+    def __call__(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the features (B, D) of images, and their class probabilities if they are known."""
+        raise ConfigError("--features: missing, images need a classifier run or FILE.pt")
+
+
+class ClassifierFeatures(StoredFeatures):
     """Features from a classifier run: the inputs of its head, and its class probabilities."""
 
     name = "own"
@@ -126,22 +164,14 @@ class ClassifierFeatures:
         self.about = str(loaded.folder)
         self.model = loaded.model.to(runtime.device)
         self.shape = loaded.model.image_shape
+        self.channels = self.shape[0]
         self.digest = digest(loaded.model)
         self.given: list[Tensor] = []
         loaded.model.head.register_forward_pre_hook(lambda _, given: self.given.append(given[0]))
         if loaded.recipe.trainer.compile and not args.eager:
             compile_blocks(loaded.model, dynamic=None)  # the last batch is smaller
 
-    @property
-    def channels(self) -> int:
-        return self.shape[0]
-
     def check(self, pictures: tuple[int, ...], whose: str) -> None:
-        """Check the shape of images (channels, height, width); `whose` names them in messages.
-
-        Raises:
-            ConfigError: The classifier reads images of another shape.
-        """
         if pictures != self.shape:
             here = " x ".join(map(str, pictures))
             there = " x ".join(map(str, self.shape))
@@ -153,13 +183,11 @@ class ClassifierFeatures:
         return self.given[0], shares
 
 
-class TorchScriptFeatures:
-    """Features from a TorchScript module, without class probabilities.
+class TorchScriptFeatures(StoredFeatures):
+    """Features from a TorchScript module, without class probabilities; it reports itself what it cannot read.
 
     NVIDIA's argument `return_features` is set if the module has it.
     """
-
-    run, channels = None, 3
 
     def __init__(self, args: Any, runtime: Runtime) -> None:
         path = Path(args.features)
@@ -175,9 +203,6 @@ class TorchScriptFeatures:
         if "return_features" in [argument.name for argument in self.module.forward.schema.arguments]:
             self.options["return_features"] = True
 
-    def check(self, pictures: tuple[int, ...], whose: str) -> None:
-        """Accept all shapes: the module itself reports images that it cannot read."""
-
     def __call__(self, pictures: Tensor) -> tuple[Tensor, None]:
         try:
             found = self.module(pictures.expand(-1, 3, -1, -1), **self.options)
@@ -189,46 +214,48 @@ class TorchScriptFeatures:
         return found, None
 
 
-def open_samples(args: Any, runtime: Runtime, features: Any, changed: list[str]) -> tuple[Pictures, LoadedRun | None]:
+def open_samples(args: Any, runtime: Runtime, features: StoredFeatures) -> tuple[Pictures, LoadedRun | None]:
     """Return the images to evaluate, and the run that generates them, or None.
 
     Raises:
-        ConfigError: Images of a folder or file, but options of generation were `changed`.
+        ConfigError: Images of a folder or file, with an option of generation.
     """
     path = Path(args.samples_of)
-    channels = features.channels if features else 3
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
-        if changed:
-            raise ConfigError(f"--{changed[0]}: {path} is not a run, nothing is generated")
-        return images_of_path(path, args.samples, args.batch, args.seed, channels), None
-    folder = find_run(args.samples_of)
-    loaded = open_diffusion(folder, args.checkpoint, args.raw)
+        usual = options.distance([args.samples_of])
+        for name in ("keep", "checkpoint", "raw", "steps", "guidance"):
+            if getattr(args, name) != getattr(usual, name):
+                raise ConfigError(f"--{name}: {path} is not a run, nothing is generated")
+        return images_of_path(path, Drawing(args.samples, args.batch, args.seed), features.channels), None
+    loaded = open_diffusion(args.samples_of, args.checkpoint, args.raw)
     if loaded.recipe.trainer.compile and not args.eager:
         compile_blocks(loaded.model)
     return images_of_run(loaded, args, runtime), loaded
 
 
-def open_reference(args: Any, samples: int, run: Path | None, features: Any) -> tuple[Pictures, Pictures | None]:
+def open_reference(
+    args: Any, samples: int, run: Path | None, features: StoredFeatures
+) -> tuple[Pictures, Pictures | None]:
     """Return the reference images, and up to `samples` images of another split of the same data, or None.
 
     The data are those of the generating run, or else those of the classifier.
     """
+    drawing = Drawing(args.real, args.batch, args.seed)
     if args.reference not in SPLITS:
         if args.overrides:
             raise ConfigError(f"{args.overrides[0]}: no data set is read, because --reference is a folder or file")
-        channels = features.channels if features else 3
-        return images_of_path(Path(args.reference), args.real, args.batch, args.seed, channels), None
+        return images_of_path(Path(args.reference), drawing, features.channels), None
     if run is None:
         raise ConfigError("--reference: there is no run whose data could be used, give a folder or FILE.npz")
     recipe = resolve_run(run, args.overrides)
     splits = build_data(recipe)
     there = [split for split in ("test", "val", "train") if getattr(splits, split) is not None]
     other = next(split for split in there if split != args.reference)
-    real = images_of_split(recipe, splits, args.reference, args.real, args.batch, args.seed)
-    return real, images_of_split(recipe, splits, other, samples, args.batch, args.seed)
+    real = images_of_split(recipe, splits, args.reference, drawing)
+    return real, images_of_split(recipe, splits, other, drawing._replace(most=samples))
 
 
-def check(pictures: Pictures, features: Any) -> None:
+def check(pictures: Pictures, features: StoredFeatures) -> None:
     """Check the number and the shape of images.
 
     Raises:
@@ -236,7 +263,7 @@ def check(pictures: Pictures, features: Any) -> None:
     """
     if pictures.count < FEWEST:
         raise ConfigError(f"{pictures.name}: {pictures.count} images, expected at least {FEWEST}")
-    if features and pictures.shape and len(pictures.shape) == 3:
+    if pictures.shape and len(pictures.shape) == 3:
         features.check(pictures.shape, pictures.name)
 
 
@@ -266,7 +293,7 @@ class Features(NamedTuple):
         return Features(self.values[some], shares)
 
 
-def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Features:
+def read_features(pictures: Pictures, features: StoredFeatures, runtime: Runtime) -> Features:
     """Compute the features of all images, with a progress bar.
 
     Raises:
@@ -278,8 +305,6 @@ def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Featur
             batch = batch.to(runtime.device)
             if batch.dim() == 2:  # the source holds features
                 values.append(batch.double())
-            elif features is None:
-                raise ConfigError("--features: missing, images need a classifier run or FILE.pt")
             else:
                 features.check(tuple(batch.shape[1:]), pictures.name)
                 with torch.inference_mode():
@@ -289,7 +314,7 @@ def read_features(pictures: Pictures, features: Any, runtime: Runtime) -> Featur
                     shares.append(own)
             bar.update(len(batch))
     values = torch.cat(values)
-    check_finite(values, features.about if features else pictures.name)
+    check_finite(values, features.about or pictures.name)
     return Features(values, torch.cat(shares) if shares else None)
 
 
@@ -334,7 +359,7 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
     return Row(name, len(made.values), len(real.values), nearest, dict(zip(names, pairs)))
 
 
-def show(rows: list[Row], features: Any, real: Pictures) -> None:
+def show(rows: list[Row], features: StoredFeatures, real: Pictures) -> None:
     """Print a table of the scores, and notes about features and reference."""
     columns: dict[str, Cell] = {
         "images": lambda row: row.name,
@@ -347,7 +372,7 @@ def show(rows: list[Row], features: Any, real: Pictures) -> None:
         columns[heading] = partial(figure_cell, name=name)
     header, cells = fill(columns, rows)
     print(table(header, cells))
-    where = f"features of {features.about}" if features else "features as stored in the files"
+    where = f"features of {features.about}" if features.about else "features as stored in the files"
     print(f"reference: {real.name}; {where}; ±: 95 %, jackknife of {GROUPS} groups")
     print(f"precision and recall: k = {NEIGHBOURS}, equally many images of both sets, at most {NEAREST:,}")
 

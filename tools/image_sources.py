@@ -9,11 +9,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -24,6 +23,7 @@ from data.vision.sources import Images, is_picture
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
 from lion.recipe import Recipe
+from lion.recipe_files import find_run
 from lion.runs import LoadedRun, open_folder
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
@@ -56,8 +56,16 @@ class Pictures:
     batches: Iterator[Tensor]
 
 
-def images_of_split(recipe: Recipe, splits: Splits, split: str, most: int, batch: int, seed: int) -> Pictures:
-    """Return the images of a split without augmentation: all of them, or `most` of them at random.
+class Drawing(NamedTuple):
+    """Which images of a source are read: all of them, or `most` of them at random, by `seed`; in batches."""
+
+    most: int
+    batch: int
+    seed: int
+
+
+def images_of_split(recipe: Recipe, splits: Splits, split: str, drawing: Drawing) -> Pictures:
+    """Return the images of a split without augmentation.
 
     Raises:
         ConfigError: The data set has no such split, or holds no images.
@@ -68,12 +76,12 @@ def images_of_split(recipe: Recipe, splits: Splits, split: str, most: int, batch
     if dataset is None:
         raise ConfigError(f"--reference: data set {recipe.data.name!r} has no {split} split")
     dataset = plain(dataset, splits)
-    chosen = drawn(len(dataset), most, seed)
+    chosen = drawn(len(dataset), drawing.most, drawing.seed)
     read = eval_batches(
         dataset,
-        seed=seed,
+        seed=drawing.seed,
         split=split,
-        batch=batch,
+        batch=drawing.batch,
         chosen=chosen,
         collate=splits.collate,
         workers=loader_workers(recipe),
@@ -98,22 +106,22 @@ def drawn(count: int, most: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:most].tolist()
 
 
-def images_of_path(path: Path, most: int, batch: int, seed: int, channels: int) -> Pictures:
+def images_of_path(path: Path, drawing: Drawing, channels: int) -> Pictures:
     """Return the images of a folder (also of one that `--keep` wrote), or the images or features of an array file.
 
     Raises:
         ConfigError: The path is neither a folder with images nor such a file.
     """
     if (path / MANIFEST).is_file() and any(path.glob("*.npy")):
-        return images_of_samples(path, most, batch, seed)
+        return images_of_samples(path, drawing)
     if path.is_dir():
-        return images_of_folder(path, most, batch, seed, channels)
+        return images_of_folder(path, drawing, channels)
     if path.suffix == ".npz" and path.is_file():
-        return images_of_array(path, most, batch, seed)
+        return images_of_array(path, drawing)
     raise ConfigError(f"{path}: expected a run, a folder of images or FILE.npz")
 
 
-def images_of_folder(path: Path, most: int, batch: int, seed: int, channels: int) -> Pictures:
+def images_of_folder(path: Path, drawing: Drawing, channels: int) -> Pictures:
     """Return the image files of a folder at any depth, converted to `channels` (1: grey, otherwise RGB)."""
     files = []
     for folder, names in walk(path):
@@ -122,16 +130,16 @@ def images_of_folder(path: Path, most: int, batch: int, seed: int, channels: int
                 files.append(f"{folder}/{name}")
     if not files:
         raise ConfigError(f"{path}: no images in this folder")
-    random.Random(seed).shuffle(files)
-    files = files[:most]
+    random.Random(drawing.seed).shuffle(files)
+    files = files[: drawing.most]
     mode = "L" if channels == 1 else "RGB"
 
     def read() -> Iterator[Tensor]:
         shape = None
-        for start in range(0, len(files), batch):
+        for start in range(0, len(files), drawing.batch):
             some = []
-            for file in files[start : start + batch]:
-                some.append(pil_to_tensor(converted(open_or_explain(file), mode)))
+            for file in files[start : start + drawing.batch]:
+                some.append(pil_to_tensor(open_or_explain(file).convert(mode)))
                 shape = shape or some[0].shape
                 if some[-1].shape != shape:
                     here, there = size_of(some[-1].shape), size_of(shape)
@@ -147,13 +155,7 @@ def size_of(shape: Sequence[int]) -> str:
     return f"{height} x {width}"
 
 
-def converted(picture: Image.Image, mode: str) -> Image.Image:
-    if picture.mode == mode:
-        return picture
-    return picture.convert(mode)
-
-
-def images_of_samples(path: Path, most: int, batch: int, seed: int) -> Pictures:
+def images_of_samples(path: Path, drawing: Drawing) -> Pictures:
     """Return the generated samples of a folder that `SampleCache` wrote."""
     files = sorted(path.glob("*.npy"))
     try:
@@ -161,10 +163,10 @@ def images_of_samples(path: Path, most: int, batch: int, seed: int) -> Pictures:
         found = np.concatenate(arrays)
     except (ValueError, OSError, EOFError) as error:
         raise ConfigError(f"{path}: not a folder of samples ({error})") from None
-    return images_in(found, path.name, most, batch, seed)
+    return images_in(found, path.name, drawing)
 
 
-def images_of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
+def images_of_array(path: Path, drawing: Drawing) -> Pictures:
     """Return the first array of a file that holds images or features.
 
     Images are uint8 (N, channels, height, width) or (N, height, width, channels); features are floating point (N, D).
@@ -180,16 +182,16 @@ def images_of_array(path: Path, most: int, batch: int, seed: int) -> Pictures:
     found = usable[0]
     if found.ndim == 4 and found.shape[1] not in CHANNELS:
         found = found.transpose(0, 3, 1, 2)
-    return images_in(found, path.stem, most, batch, seed)
+    return images_in(found, path.stem, drawing)
 
 
-def images_in(array: np.ndarray, name: str, most: int, batch: int, seed: int) -> Pictures:
-    """Return the images or features of an array, `most` of them at random."""
-    order = drawn(len(array), most, seed)
+def images_in(array: np.ndarray, name: str, drawing: Drawing) -> Pictures:
+    """Return the images or features of an array."""
+    order = drawn(len(array), drawing.most, drawing.seed)
 
     def read() -> Iterator[Tensor]:
-        for start in range(0, len(order), batch):
-            yield torch.from_numpy(array[order[start : start + batch]])
+        for start in range(0, len(order), drawing.batch):
+            yield torch.from_numpy(array[order[start : start + drawing.batch]])
 
     return Pictures(name, len(order), array.shape[1:], read())
 
@@ -201,12 +203,13 @@ def fits(array: np.ndarray) -> bool:
     return array.ndim == 4 and array.dtype == np.uint8 and (array.shape[1] in CHANNELS or array.shape[3] in CHANNELS)
 
 
-def open_diffusion(folder: Path, checkpoint: str, raw: bool) -> LoadedRun:
+def open_diffusion(run: str, checkpoint: str, raw: bool) -> LoadedRun:
     """Open a diffusion run, with its averaged weights if there are any and `raw` is not set.
 
     Raises:
         ConfigError: The run is not a diffusion run, or cannot be opened.
     """
+    folder = find_run(run)
     recipe = resolve_run(folder)
     averaged = recipe.trainer.ema is not None and not raw
     loaded = open_folder(folder, recipe, checkpoint=checkpoint, ema=averaged)

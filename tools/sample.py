@@ -23,7 +23,6 @@ from torch import Tensor
 from lion.config import ConfigError, nearest
 from lion.files import write_atomic
 from lion.progress import progress
-from lion.recipe_files import find_run
 from lion.runs import LoadedRun
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
@@ -41,14 +40,13 @@ def main(argv: list[str]) -> int:
     args = options.sample(argv)
     if args.chunk_size and args.form in (None, "full"):
         raise ConfigError("--chunk-size: add --form chunk or rnn, the forms that have chunks")
-    folder = find_run(args.run)
-    loaded = open_diffusion(folder, args.checkpoint, args.raw)
+    loaded = open_diffusion(args.run, args.checkpoint, args.raw)
     out = where(args.out, loaded)
     classes = chosen(args.classes, loaded.task.info.classes)
     choose_form(loaded.model, args.form, args.chunk_size)
     started = time.perf_counter()
     x = make(loaded, [label for label in classes for _ in range(args.count)], args)
-    check_finite(x, folder)
+    check_finite(x, loaded.folder)
     keep(out, x, args.count)
     each = f"{args.steps} steps, guidance {args.guidance:g}" + (f", form {args.form}" if args.form else "")
     say(f"{len(x)} sample{'s' * (len(x) != 1)} in {time.perf_counter() - started:.1f} s: {each}")

@@ -17,7 +17,7 @@ from tests.helpers import here, pictures, refuse, tiny_recipe
 from tests.tools.test_sample import changed
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures
-from tools.image_sources import images_of_path, images_of_split
+from tools.image_sources import Drawing, images_of_path, images_of_split
 
 pytest.importorskip("sklearn")
 CPU = Runtime(torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_training_images_are_read_without_augmentation(tmp_path, more):
     splits = build_data(recipe, cached=True)
 
     def read(most):
-        return images_of_split(recipe, splits, "train", most, 3, 0)
+        return images_of_split(recipe, splits, "train", Drawing(most, 3, 0))
 
     first = torch.cat(list(read(100).batches))
     assert first.shape == (8, 3, 8, 8)
@@ -147,12 +147,12 @@ def test_folders_and_arrays_hold_the_same(real, tmp_path):
     expected = sorted(image.tobytes() for image in images)
     assert len(set(expected)) > 25
     for name in ("folder", "first.npz", "last.npz"):
-        read = images_of_path(tmp_path / name, 100, 7, 0, channels=1)
+        read = images_of_path(tmp_path / name, Drawing(100, 7, 0), channels=1)
         batches = list(read.batches)
         assert read.count == 30
         assert [len(batch) for batch in batches] == [7, 7, 7, 7, 2]
         assert sorted(image.numpy().tobytes() for image in torch.cat(batches)) == expected
-        few = torch.cat(list(images_of_path(tmp_path / name, 20, 7, 0, channels=1).batches))
+        few = torch.cat(list(images_of_path(tmp_path / name, Drawing(20, 7, 0), channels=1).batches))
         assert len(few) == 20
         assert {image.numpy().tobytes() for image in few} <= set(expected)
 
