@@ -39,17 +39,28 @@ def main(argv: list[str]) -> int:
     args = options.evaluate(argv)
     if args.choices:
         return evaluate_choices(args)
-    if args.lengths:
-        return evaluate_lengths(args, argv)
     if args.processes > 1 and "RANK" not in os.environ:
         check_rows(open_run(args.run, checkpoint=args.checkpoint).model, args.processes)
         return launch(Machines(args.processes), argv, "tools.evaluate", again="starts anew")
     run = open_with_data(args.run, args.overrides, checkpoint=args.checkpoint, ema=args.ema)
+    if args.lengths:
+        return evaluate_lengths(run, args, argv)
     runtime = None
     if args.processes > 1:
         trainer = run.recipe.trainer
         runtime = start_runtime(trainer.device, matmul=trainer.matmul, sequence=args.processes)
-    results = measure_on_own_data(run, args.form, args.chunk_size, split=args.split, eager=args.eager, runtime=runtime)
+    choose_form(run.model, args.form)
+    splits, workers = own_data(run)
+    results = evaluate_run(
+        run,
+        splits,
+        args.form,
+        args.chunk_size,
+        split=args.split,
+        workers=workers,
+        eager=args.eager,
+        runtime=runtime,
+    )
     if runtime is not None:
         dist.destroy_process_group()
     if runtime is None or runtime.main:
@@ -74,33 +85,23 @@ def measure_forms(
     All forms use one checkpoint and one model, because a run that is still training may replace its checkpoints
     meanwhile.
     """
-    if splits is None:
-        if isinstance(run, LoadedRun):
-            run = run._replace(recipe=resolve_run(run.folder))
-        else:
-            run = open_with_data(run, checkpoint=checkpoint, ema=ema)
-        return measure_on_own_data(run, form, chunk_size, split=split, eager=eager, runtime=runtime)
     if not isinstance(run, LoadedRun):
-        run = open_run(run, checkpoint=checkpoint, ema=ema)
+        opened = open_run if splits is not None else open_with_data
+        run = opened(run, checkpoint=checkpoint, ema=ema)
+    elif splits is None:
+        run = run._replace(recipe=resolve_run(run.folder))
     choose_form(run.model, form)
-    return evaluate_run(run, splits, form, chunk_size, split=split, eager=eager, runtime=runtime)
+    workers = 0
+    if splits is None:
+        splits, workers = own_data(run)
+    return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager, runtime=runtime)
 
 
-def measure_on_own_data(
-    run: LoadedRun,
-    form: str,
-    chunk_size: int | Sequence[int] | None,
-    *,
-    split: str | None,
-    eager: bool,
-    runtime: Runtime | None,
-) -> list[dict[str, Any]]:
-    """Evaluate a run (`open_with_data`) on the data of its recipe."""
-    choose_form(run.model, form)
+def own_data(run: LoadedRun) -> tuple[Splits, int]:
+    """Return the data of a run (`open_with_data`), and the number of workers that load them."""
     splits = build_data(run.recipe, run.folder)
     check_data(splits.info, run.task.info, run.folder)
-    workers = loader_workers(run.recipe)
-    return evaluate_run(run, splits, form, chunk_size, split=split, workers=workers, eager=eager, runtime=runtime)
+    return splits, loader_workers(run.recipe)
 
 
 def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:

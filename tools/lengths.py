@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import Runtime, start_runtime
 from tools.bench.engine import ReportOfRuns, typed
 from tools.cli import choose_form, say
-from tools.compose import build_data, check_data, digest, open_with_data
+from tools.compose import build_data, check_data, digest
 from tools.plots import number_ticks, tidy, widen
 from tools.probe import device_name, stamp
 from tools.store import Row
@@ -66,15 +67,41 @@ class LengthsReport(ReportOfRuns):
         return f"{row['run']} ({row['label']}, {trained}): {how}, {row['device']}, {compiled}"
 
     def tabled(self, rows: list[Row]) -> Table:
-        return tabled(rows)
+        """Return the table of rows by length; forms stay in the order in which they were measured."""
+        columns: dict[str, Cell] = {
+            "tokens": lambda row: f"{row['length']:,}",
+            "form": form_of,
+            rows[0]["metric"]: lambda row: row["shown"],
+            "tokens/s": rate_cell,
+            "peak MiB": lambda row: mebibytes(row.get("peak_bytes")),
+            "deviation": deviation_cell,
+        }
+        return fill(columns, sorted(rows, key=itemgetter("length")))
 
     def plot(self, figure: Any, rows: list[Row]) -> None:
-        curves(figure, rows, self.title(rows[0]))
+        """Plot the metric and the peak memory of a batch over the length."""
+        rows = sorted(rows, key=itemgetter("length"))
+        ticks = sorted({row["length"] for row in rows})
+        lines: dict[str, list[Row]] = {}
+        for row in rows:
+            line = lines.setdefault(form_of(row), [])
+            if "rate" in row:
+                line.append(row)
+        panels = {rows[0]["metric"]: lambda row: float(row["shown"]), "peak memory of a batch, MiB": memory}
+        for ax, (heading, value) in zip(figure.subplots(1, len(panels)), panels.items()):
+            for form, own in lines.items():
+                ax.plot([row["length"] for row in own], [value(row) for row in own], "o-", markersize=4, label=form)
+            ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
+            ax.set(title=heading, xlabel="tokens")
+            widen(ax)
+            number_ticks(ax, ticks)
+            tidy(ax)
+        figure.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.suptitle(self.title(rows[0]), fontsize=8)
 
 
-def evaluate_lengths(args: Namespace, argv: list[str]) -> int:
+def evaluate_lengths(loaded: LoadedRun, args: Namespace, argv: list[str]) -> int:
     """Run the command `./run.sh eval RUN --lengths ..`."""
-    loaded = open_with_data(args.run, args.overrides, checkpoint=args.checkpoint, ema=args.ema)
     recipe = loaded.recipe
     model = loaded.model
     if not isinstance(loaded.task, LanguageTask):
@@ -158,23 +185,6 @@ def measure_length(
     return rows
 
 
-def tabled(rows: list[Row]) -> Table:
-    """Return the table of rows by length; forms stay in the order in which they were measured."""
-    columns: dict[str, Cell] = {
-        "tokens": lambda row: f"{row['length']:,}",
-        "form": form_of,
-        rows[0]["metric"]: lambda row: row["shown"],
-        "tokens/s": rate_cell,
-        "peak MiB": lambda row: mebibytes(row.get("peak_bytes")),
-        "deviation": deviation_cell,
-    }
-    return fill(columns, sorted(rows, key=by_length))
-
-
-def by_length(row: Row) -> int:
-    return row["length"]
-
-
 def form_of(row: Row) -> str:
     return form_label(row["form"], row["chunk_size"])
 
@@ -189,28 +199,6 @@ def deviation_cell(row: Row) -> str:
     if "rate" not in row:
         return "-"
     return f"{row['deviation']:.0e}"
-
-
-def curves(fig: Any, rows: list[Row], title: str) -> None:
-    """Plot the metric and the peak memory of a batch over the length."""
-    rows = sorted(rows, key=by_length)
-    ticks = sorted({row["length"] for row in rows})
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        line = lines.setdefault(form_of(row), [])
-        if "rate" in row:
-            line.append(row)
-    panels = {rows[0]["metric"]: lambda row: float(row["shown"]), "peak memory of a batch, MiB": memory}
-    for ax, (heading, value) in zip(fig.subplots(1, len(panels)), panels.items()):
-        for form, own in lines.items():
-            ax.plot([row["length"] for row in own], [value(row) for row in own], "o-", markersize=4, label=form)
-        ax.axvline(rows[0]["trained_at"], color="0.4", linestyle=":", label="trained at")
-        ax.set(title=heading, xlabel="tokens")
-        widen(ax)
-        number_ticks(ax, ticks)
-        tidy(ax)
-    fig.legend(*ax.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    fig.suptitle(title, fontsize=8)
 
 
 def memory(row: Row) -> float:
