@@ -125,13 +125,7 @@ def main(argv: list[str]) -> int:
             dist.destroy_process_group()
         return 0
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
-        arguments = [args.recipe, *args.overrides]
-        if args.fresh:
-            arguments.append("--fresh")
-        if args.no_eval:
-            arguments.append("--no-eval")
-        arguments += ["--form", args.form]
-        return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), arguments)
+        return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), argv)
     form = None if args.no_eval else args.form
     begun = None if args.fresh else recipe.folder
     made_by = command_of(args.recipe, args.overrides, recipe, begun)
@@ -294,13 +288,8 @@ def trained_run(folder: Path, model: Model | None) -> LoadedRun:
 class OwnData(DataSet):
     """Data of the caller of `lion.train`."""
 
-    workers = 0
-
     def __init__(self, splits: Splits) -> None:
         self.splits = splits
-
-    def is_prepared(self) -> bool:
-        return True
 
     def build(self) -> Splits:
         return self.splits
@@ -437,6 +426,7 @@ def prepare(
         ConfigError: The recipe does not fit the data, the processes, the disk or the folder of the run.
     """
     begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
+    own = splits is not None or model is not None
     source = open_data(recipe, begun) if splits is None else OwnData(splits)
     if needs_preparing(source):
         known = source.published()
@@ -448,7 +438,6 @@ def prepare(
         splits = build_data(recipe, begun, cached=True)
     plan, task = check_settings(recipe, splits.info, len(splits.train), world, room=first, model=model)
     seed_everything(recipe.seed)
-    own = isinstance(source, OwnData) or model is not None
     if model is None:
         model = task.build_model(recipe.model)
     if own:

@@ -110,11 +110,13 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, lambda *args, name=name, **kwargs: pytest.fail(name))
     monkeypatch.setattr(tools_train, "launch", lambda *call: calls.append(call) or 0)
-    assert tools_train.main([str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]) == 0
-    assert calls == [(Machines(2), [str(path), "seed=2", "--fresh", "--no-eval", "--form", "all"])]
+    words = [str(path), "seed=2", "--processes", "2", "--fresh", "--no-eval"]
+    assert tools_train.main(words) == 0
+    assert calls == [(Machines(2), words)]
     machines = ("--nodes", "4", "--processes", "2", "--head", "127.0.0.1:1", "--restarts", "3")
-    assert tools_train.main([str(path), "seed=2", *machines]) == 0
-    assert calls.pop() == (Machines(2, 4, "127.0.0.1:1", 3), [str(path), "seed=2", "--form", "all"])
+    words = [str(path), "seed=2", *machines]
+    assert tools_train.main(words) == 0
+    assert calls.pop() == (Machines(2, 4, "127.0.0.1:1", 3), words)
     with pytest.raises(ConfigError, match="--fresh: every restart would start anew"):
         tools_train.main([str(path), "--fresh", *machines])
     with pytest.raises(ConfigError, match=r"trainer\.device: 'cuda:77' is not available"):
