@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
 import torch
 
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError
 from lion.runs import LoadedRun
+from tools.cli import say
 from tools.compose import check_finite, open_tokenizer_of
 from tools.tables import table
 
@@ -26,18 +27,23 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
         try:
             answers = answer(loaded, tokenizer, text, top)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
             code = 2
             continue
         for number, words in enumerate(answers, 1):
             named = text if len(answers) == 1 else f"{text} ({number})"
             rows.append([named, *words])
     if rows:
-        header = ["text"]
-        for place in range(1, len(rows[0])):
-            header.append(f"top {place}")
-        print(table(header, rows))
+        print_answers(["text"], rows)
     return code
+
+
+def print_answers(asks: Sequence[str], rows: list[list[str]]) -> None:
+    """Print a table of predictions: each row has the arguments, named by `asks`, then the answers."""
+    header = list(asks)
+    for place in range(1, len(rows[0]) - len(asks) + 1):
+        header.append(f"top {place}")
+    print(table(header, rows))
 
 
 def answer(loaded: LoadedRun, tokenizer: Tokenizer, text: str, top: int) -> list[list[str]]:

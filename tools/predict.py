@@ -13,7 +13,6 @@ from __future__ import annotations
 import csv
 import glob
 import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.cli import choose_form, say
 from tools.compose import check_finite, open_data, open_with_data
-from tools.fill_mask import fill
-from tools.tables import table
+from tools.fill_mask import fill, print_answers
 
 Sample = dict[str, Any]
 SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Inductor's cache
@@ -75,10 +73,7 @@ def main(argv: list[str]) -> int:
         WRITERS[args.out.suffix](args.out, records(source.asks, files, answers))
         print(f"{len(files):,} predictions written to {args.out}")
         return code
-    header = list(source.asks)
-    for place in range(1, len(answers[0]) + 1):
-        header.append(f"top {place}")
-    print(table(header, [paths + words for paths, words in zip(files, answers)]))
+    print_answers(source.asks, [paths + words for paths, words in zip(files, answers)])
     return code
 
 
@@ -91,7 +86,7 @@ def readable(source: DataSet, loaded: LoadedRun, asked: list[list[str]]) -> tupl
             samples.append(source.load(*paths, info=loaded.task.info))
             known.append(paths)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}")
     return known, samples
 
 
