@@ -131,8 +131,13 @@ def check_tokenizer(tokenizer: Any, info: TextInfo, folder: Path) -> None:
     Raises:
         ConfigError: The ids of the tokenizer stand for other tokens.
     """
-    values = {"vocabulary": tokenizer.vocabulary, "fingerprint": tokenizer.fingerprint, "tokenizer": tokenizer.name}
-    check_data(TextInfo(length=info.length, **values), info, folder)
+    here = TextInfo(
+        length=info.length,
+        vocabulary=tokenizer.vocabulary,
+        fingerprint=tokenizer.fingerprint,
+        tokenizer=tokenizer.name,
+    )
+    check_data(here, info, folder)
 
 
 def check_data(info: Info, then: Info, folder: Path) -> None:
