@@ -18,7 +18,7 @@ from tools.bench.lengths import LINES, PASSES, panels
 from tools.bench.ops_report import OpsReport
 from tools.bench.train import published
 from tools.commands import COMMANDS, parse_command
-from tools.listing import recipe_names
+from tools.listing import recipe_files
 from tools.mixers import CHOICES, mixer_rows
 
 FOLDERS = ("lion", "data", "tools", "recipes")
@@ -113,7 +113,7 @@ def test_commands_are_commands():
             if not words or words[0] in ("NAME", "RECIPE", "...", "--help"):
                 continue
             command, rest = parse_command(words)
-            assert command in COMMANDS or words[0] in recipe_names(), (name(path), line)
+            assert command in COMMANDS or words[0] in recipe_files(), (name(path), line)
             for word in rest:
                 if word.startswith("recipes/") and word != "recipes/pictures.yaml":
                     assert (ROOT / word).exists(), (name(path), line)

@@ -24,11 +24,11 @@ def main(argv: list[str]) -> int:
     from lion.config import ConfigError, nearest
     from lion.progress import announced
     from lion.recipe_files import RECIPE, run_folder
-    from tools.listing import recipe_names
+    from tools.listing import recipe_files
     from tools.options import READERS
 
     name, rest = parse_command(argv)
-    recipes = recipe_names()
+    recipes = recipe_files()
     if name in recipes:
         name, rest = "train", argv
     if name not in COMMANDS:

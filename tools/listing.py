@@ -61,11 +61,6 @@ def recipes_in(folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def recipe_names() -> list[str]:
-    """Return the bare names of our recipes."""
-    return list(recipe_files())
-
-
 def recipe_path(name: str | Path) -> Path:
     """Return the file of a recipe: `name` itself where it is a path, else ours of that bare name.
 

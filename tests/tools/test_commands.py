@@ -42,7 +42,7 @@ from tools.export import FORMATS
 from tools.glue import TASKS
 from tools.gpu.targets import TARGETS
 from tools.keys import SOURCES, check_keys, layers_of, names_in
-from tools.listing import RECIPES, listing, recipe_files, recipe_names, recipe_path
+from tools.listing import RECIPES, listing, recipe_files, recipe_path
 from tools.mixers import mixer_rows, mixer_table
 from tools.show import activation_bytes, parts
 
@@ -359,7 +359,7 @@ def test_recipes_by_family():
     listed = listing()
     cpu, deit = listed.index("quickstart "), listed.index("deit_small_lion_s ")
     assert cpu < listed.index("ImageNet-1k, DeiT's training") < deit and "Table 2, Lion-S, small" in listed
-    assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == set(recipe_names())
+    assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == set(recipe_files())
     assert "Your own" not in listed, "every recipe here has a family"
     assert "cifar100_softmax " not in listing("lion_s") and "cifar100_lion_s " in listing("LION_S")
     assert "cifar100_lion_s " in listing("table 14") and "cifar100_lion_s_vector" not in listing("Table 14")
