@@ -15,6 +15,7 @@ from lion.samples.base import Info
 from lion.tasks import Task
 from lion.trainer.checkpoint_files import Checkpoint, check_space, load_state, newest
 from lion.trainer.plan import Plan, check_rows, make_plan
+from tools.cli import of_an_option
 from tools.compose import make_task
 
 
@@ -50,10 +51,8 @@ def check_form(model: Model, form: str | None) -> None:
     if form in (None, "all"):
         return
     for mixer in mixers_of(model):
-        try:
+        with of_an_option():
             mixer.check_form(form)
-        except ValueError as error:
-            raise ConfigError(f"--{error}") from None
 
 
 def check_sharing(recipe: Recipe, model: Model, world: int) -> int:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -147,8 +147,15 @@ def choose_form(model: nn.Module, form: str | None, chunk_size: int | None = Non
         return
     from lion.layers.mixers.base import set_form  # imports PyTorch; a bad command line is refused without it
 
-    try:
+    with of_an_option():
         set_form(model, form, chunk_size)
+
+
+@contextlib.contextmanager
+def of_an_option() -> Iterator[None]:
+    """Raise a ValueError inside, whose message begins with the name of an option, as a ConfigError."""
+    try:
+        yield
     except ValueError as error:
         raise ConfigError(f"--{error}") from None
 

@@ -32,6 +32,7 @@ from lion.tasks.causal_lm import CausalLM
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.loader import eval_batches
 from lion.trainer.runtime import Runtime
+from tools.cli import of_an_option
 from tools.compose import digest, loader_workers, resolve_run
 
 SPLITS = ("train", "val", "test")
@@ -238,11 +239,8 @@ def images_of_run(loaded: LoadedRun, args: Any, runtime: Runtime) -> Pictures:
     def make(start: int) -> Tensor:
         places = torch.arange(start, start + args.batch, device=runtime.device)
         given = (places % len(task.info.classes), place_keys(args.seed, places))
-        try:
-            with torch.inference_mode(), runtime.autocast(loaded.recipe.trainer.precision):
-                return task.sample(loaded.model, *given, steps=args.steps, guidance=args.guidance).cpu()
-        except ValueError as error:
-            raise ConfigError(f"--{error}") from None
+        with of_an_option(), torch.inference_mode(), runtime.autocast(loaded.recipe.trainer.precision):
+            return task.sample(loaded.model, *given, steps=args.steps, guidance=args.guidance).cpu()
 
     def pieces() -> Iterator[Tensor]:
         for start in range(0, args.samples, args.batch):

@@ -29,7 +29,7 @@ from lion.tasks.diffusion import to_bytes
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.runtime import start_runtime
 from tools import options
-from tools.cli import check_folder, choose_form, say
+from tools.cli import check_folder, choose_form, of_an_option, say
 from tools.compose import check_finite
 from tools.image_sources import open_diffusion
 
@@ -101,13 +101,13 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     padded = torch.tensor(labels + labels[:1] * (batches * size - len(labels)), device=runtime.device)
     keys = place_keys(args.seed, torch.arange(len(padded), device=runtime.device))
     generate = partial(loaded.task.generate, model, steps=args.steps, guidance=args.guidance, eta=args.eta)
-    with progress(total=batches * args.steps, desc="sampling", unit="step") as bar:
-        try:
-            with runtime.autocast(trainer.precision):
-                pairs = zip(padded.split(size), keys.split(size))
-                parts = [generate(*pair, after_step=bar.update) for pair in pairs]
-        except ValueError as error:
-            raise ConfigError(f"--{error}") from None
+    with (
+        progress(total=batches * args.steps, desc="sampling", unit="step") as bar,
+        of_an_option(),
+        runtime.autocast(trainer.precision),
+    ):
+        pairs = zip(padded.split(size), keys.split(size))
+        parts = [generate(*pair, after_step=bar.update) for pair in pairs]
     return torch.cat(parts)[: len(labels)].cpu()
 
 
