@@ -21,9 +21,8 @@ from lion.evaluation.questions import Choices, Question, encode, read_questions
 from lion.layers.mixers.base import forms_of
 from lion.tasks.causal_lm import CausalLM
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.runtime import start_runtime
 from tools.cli import choose_form
-from tools.compose import check_finite, check_tokenizer, open_data, open_with_data
+from tools.compose import check_finite, check_tokenizer, open_data, open_with_data, runtime_of
 from tools.tables import Cell, fill, table
 
 
@@ -41,7 +40,7 @@ def evaluate_choices(args: Namespace) -> int:
     rows, cut = encode(questions, tokenizer, model.longest)
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(rows))
     batches = Choices(rows, batch)
-    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    runtime = runtime_of(recipe)
     model.to(runtime.device)
     compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)
     forms = forms_to_measure(args.form, args.chunk_size, forms_of(model), batches.longest)

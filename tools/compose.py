@@ -30,6 +30,7 @@ from lion.tasks.image_classification import ImageClassificationConfig
 from lion.tasks.metrics import Metric
 from lion.teachers import open_teacher
 from lion.trainer.plan import Plan
+from lion.trainer.runtime import Runtime, start_runtime
 from lion.trainer.state import time_text
 from tools.listing import complete_recipe
 
@@ -225,6 +226,11 @@ def make_task(recipe: Recipe, info: Info, *, teacher: bool = False) -> Task:
 
 def no_teacher(pixels: Tensor, classes: int) -> Tensor:
     return pixels.new_zeros(len(pixels), classes)
+
+
+def runtime_of(recipe: Recipe, sequence: int = 1) -> Runtime:
+    """Start the runtime that a recipe asks for; `sequence` processes share the tokens of each row."""
+    return start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul, sequence=sequence)
 
 
 def metric_of(recipe: Recipe) -> Metric:

@@ -14,7 +14,8 @@ from lion.tasks.base import to_device
 from lion.trainer.diagnostics import free_bytes
 from lion.trainer.optim import make_optimizer
 from lion.trainer.plan import Plan
-from lion.trainer.runtime import Runtime, slow_precision, start_runtime
+from lion.trainer.runtime import Runtime, slow_precision
+from tools.compose import runtime_of
 from tools.probe import best
 from tools.tables import digits
 
@@ -64,7 +65,7 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
         state: Bytes of weights, gradients and moments.
         activations: Bytes of the activations of a micro-batch.
     """
-    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    runtime = runtime_of(recipe)
     if runtime.device.type == "cpu" and state + activations / plan.micro > free_bytes(runtime.device) / 2:
         return "not measured: training does not fit into the memory of this machine"
     load = os.getloadavg()[0]  # of the last minute, before the measurement

@@ -25,11 +25,11 @@ from lion.runs import LoadedRun, open_run
 from lion.samples.base import Splits
 from lion.tasks.metrics import Metric
 from lion.trainer.plan import check_rows
-from lion.trainer.runtime import Runtime, start_runtime
+from lion.trainer.runtime import Runtime
 from tools import options
 from tools.choices import evaluate_choices
 from tools.cli import choose_form, run_command
-from tools.compose import build_data, check_data, loader_workers, metric_of, open_with_data, resolve_run
+from tools.compose import build_data, check_data, loader_workers, metric_of, open_with_data, resolve_run, runtime_of
 from tools.launch import Machines, launch
 from tools.lengths import evaluate_lengths
 from tools.tables import table
@@ -47,8 +47,7 @@ def main(argv: list[str]) -> int:
         return evaluate_lengths(run, args, argv)
     runtime = None
     if args.processes > 1:
-        trainer = run.recipe.trainer
-        runtime = start_runtime(trainer.device, matmul=trainer.matmul, sequence=args.processes)
+        runtime = runtime_of(run.recipe, args.processes)
     choose_form(run.model, args.form)
     splits, workers = own_data(run)
     results = evaluate_run(

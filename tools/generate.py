@@ -37,10 +37,10 @@ from lion.layers.mixers.softmax import reserve
 from lion.models.gpt import GPT
 from lion.runs import LoadedRun, open_run
 from lion.trainer.compilation import compile_blocks, compile_steps
-from lion.trainer.runtime import catch_signals, start_runtime
+from lion.trainer.runtime import catch_signals
 from tools import options
 from tools.cli import check_folder, run_command, say
-from tools.compose import check_finite, digest, open_tokenizer_of
+from tools.compose import check_finite, digest, open_tokenizer_of, runtime_of
 from tools.cost import duration_text
 from tools.launch import Machines, launch
 from tools.processes import first_line
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         if "RANK" not in os.environ:
             return launch(Machines(args.processes), argv, "tools.generate", again="starts anew")
     tokenizer = open_tokenizer_of(loaded, args.overrides)
-    runtime = start_runtime(loaded.recipe.trainer.device, matmul=loaded.recipe.trainer.matmul)
+    runtime = runtime_of(loaded.recipe)
     model = loaded.model.to(runtime.device)
     try:
         text = begin(args, model, tokenizer) if args.prompt else read_state(args, loaded)

@@ -24,10 +24,10 @@ from lion.runs import LoadedRun
 from lion.samples.seeds import derive
 from lion.tasks.language import LanguageTask
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.runtime import Runtime, start_runtime
+from lion.trainer.runtime import Runtime
 from tools.bench.engine import ReportOfRuns, typed
 from tools.cli import choose_form, say
-from tools.compose import build_data, check_data, digest
+from tools.compose import build_data, check_data, digest, runtime_of
 from tools.plots import number_ticks, tidy, widen
 from tools.probe import device_name, stamp
 from tools.store import Row
@@ -121,7 +121,7 @@ def evaluate_lengths(loaded: LoadedRun, args: Namespace, argv: list[str]) -> int
         report.load()
     ahead = loaded.task.info.length - model.length
     text = HeldOut.of(held.tokens.take(slice(args.tokens + ahead)), args.lengths, args.tokens, ahead)
-    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    runtime = runtime_of(recipe)
     model.to(runtime.device)
     compiled = recipe.trainer.compile and not args.eager and compile_blocks(model)
     about = {

@@ -27,10 +27,9 @@ from lion.runs import LoadedRun
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import to_bytes
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.cli import check_folder, choose_form, of_an_option, say
-from tools.compose import check_finite
+from tools.compose import check_finite, runtime_of
 from tools.image_sources import open_diffusion
 
 SIDE = 64  # smallest side of an image in the grid, in pixels
@@ -91,8 +90,7 @@ def chosen(asked: str | None, names: Sequence[str]) -> list[int]:
 
 def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     """Generate samples (N, channels, height, width) of these labels, in batches of one size."""
-    trainer = loaded.recipe.trainer
-    runtime = start_runtime(trainer.device, matmul=trainer.matmul)
+    runtime = runtime_of(loaded.recipe)
     model = loaded.model.to(runtime.device)
     if args.compile:
         compile_blocks(model)
@@ -104,7 +102,7 @@ def make(loaded: LoadedRun, labels: list[int], args: Any) -> Tensor:
     with (
         progress(total=batches * args.steps, desc="sampling", unit="step") as bar,
         of_an_option(),
-        runtime.autocast(trainer.precision),
+        runtime.autocast(loaded.recipe.trainer.precision),
     ):
         pairs = zip(padded.split(size), keys.split(size))
         parts = [generate(*pair, after_step=bar.update) for pair in pairs]
