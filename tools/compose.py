@@ -290,8 +290,11 @@ def describe_length(plan: Plan) -> str:
 
 
 def describe_warmup(plan: Plan) -> str:
-    more = ", but the run ends earlier: the peak is not reached" if plan.warmup >= plan.length else ""
-    return f"{f'{plan.warmup:,} steps' if plan.seconds is None else time_text(plan.warmup)} of warm-up{more}"
+    text = f"{plan.warmup:,} steps" if plan.seconds is None else time_text(plan.warmup)
+    text += " of warm-up"
+    if plan.warmup >= plan.length:
+        text += ", but the run ends earlier: the peak is not reached"
+    return text
 
 
 def doubts(recipe: Recipe, plan: Plan) -> list[str]:

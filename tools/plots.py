@@ -34,10 +34,10 @@ def open_sides(ax: Any) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def widen(ax: Any, share: float = 0.1) -> None:
-    """Widen the y-axis to at least a share of its largest value, so that noise does not fill the plot."""
+def widen(ax: Any) -> None:
+    """Widen the y-axis to at least a tenth of its largest value, so that noise does not fill the plot."""
     low, high = ax.get_ylim()
-    lack = share * max(abs(low), abs(high)) - (high - low)
+    lack = 0.1 * max(abs(low), abs(high)) - (high - low)
     if lack > 0:
         ax.set_ylim(low - lack / 2, high + lack / 2)
 

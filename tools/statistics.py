@@ -115,7 +115,8 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     for row in rows:
         for seed, value in values[row].items():
             cells.append((row, seed, value))
-    if min(len(values[first]), len(values[second])) < 2:
+    runs = min(len(values[first]), len(values[second]))
+    if runs < 2:
         return None
     design = np.zeros((len(cells), len(rows) + len(seeds)))
     for i, (row, seed, _) in enumerate(cells):
@@ -131,14 +132,15 @@ def two_way(values: Values, first: str, second: str) -> Difference | None:
     noise = ((found - design @ weights) ** 2).sum() / freedom
     mean = round(float(contrast @ weights), DIGITS)
     error = round(math.sqrt(noise * float(contrast @ inverse @ contrast)), DIGITS)
-    return Difference(mean, error, int(freedom), min(len(values[first]), len(values[second])))
+    return Difference(mean, error, int(freedom), runs)
 
 
 def welch(values: Values, first: str, second: str) -> Difference | None:
     """Compare the means of two rows, each with noise of its own (Welch 1947); None if a row has fewer than two runs."""
     one = list(values[first].values())
     other = list(values[second].values())
-    if min(len(one), len(other)) < 2:
+    runs = min(len(one), len(other))
+    if runs < 2:
         return None
     of_one = statistics.variance(one) / len(one)
     of_other = statistics.variance(other) / len(other)
@@ -148,7 +150,7 @@ def welch(values: Values, first: str, second: str) -> Difference | None:
     if weights:
         freedom = squared**2 / weights
     mean = statistics.mean(one) - statistics.mean(other)
-    return Difference(mean, math.sqrt(squared), freedom, min(len(one), len(other)))
+    return Difference(mean, math.sqrt(squared), freedom, runs)
 
 
 DIGITS = 10  # of differences and errors: the last digits are of rounding, which would decide ties
