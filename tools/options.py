@@ -37,11 +37,13 @@ Add = Callable[[Parser], None]
 Check = Callable[[Namespace], None]
 Read = Callable[[list[str]], Namespace]
 READERS: dict[str, Read] = {}  # by command
-TOGETHER = ("list", "bench gpu")  # commands whose arguments stand together, not before and after an option
 
 
 def command(name: str, check: Check | None = None) -> Callable[[Add], Read]:
-    """Make a function that adds the options of a command the reader of its command line, with a check at the end."""
+    """Return a decorator by which a function that adds options to a parser becomes one that reads a command line.
+
+    `check` refuses options that do not go together, and fills defaults that depend on others.
+    """
 
     def make_reader(add: Add) -> Read:
         READERS[name] = partial(read, name, add, check)
@@ -51,15 +53,17 @@ def command(name: str, check: Check | None = None) -> Callable[[Add], Read]:
 
 
 def read(name: str, add: Add, check: Check | None, argv: list[str]) -> Namespace:
+    """Read the command line of a command.
+
+    Raises:
+        ConfigError: Options that are unknown, missing, out of range, or do not go together.
+    """
     prog = "run.sh" if name == "train" else f"run.sh {name}"
     text = COMMANDS[name].help
     parser = Parser(prog=prog, description=f"{text[0].upper()}{text[1:]}.")
     add(parser)
     parser.check_options(argv)
-    if name in TOGETHER:
-        args = parser.parse_args(argv)
-    else:
-        args = parser.parse_intermixed_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if check is not None:
         check(args)
     return args
