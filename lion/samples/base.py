@@ -25,6 +25,11 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device)
 
 
+def are_counts(*values: Any) -> bool:
+    """Return whether all values are whole numbers above 0."""
+    return all(isinstance(n, int) and n > 0 for n in values)
+
+
 class Unreadable(Exception):
     """An unreadable sample of a data set. The message names the file and the reason."""
 
@@ -96,7 +101,10 @@ class Info(ABC):
         Raises:
             LookupError, TypeError, ValueError: `values` is not such a result.
         """
-        return cls(**values)
+        fields = {}
+        for name, value in values.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**fields)
 
     @property
     def sample_size(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.samples.base import Info
+from lion.samples.base import Info, are_counts
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,15 @@ class ImageInfo(Info):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        size = tuple(values["size"])
-        classes = tuple(values["classes"])
-        mean = tuple(values["mean"])
-        std = tuple(values["std"])
-        channels = values["channels"]
-        counts = (*size, channels)
-        colours = mean + std
-        if len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in counts):
+    def __post_init__(self) -> None:
+        counts = (*self.size, self.channels)
+        colours = (*self.mean, *self.std)
+        if len(self.size) != 2 or not are_counts(*counts):
             raise ValueError(f"expected height, width and channels above 0, got {counts}")
-        if not len(mean) == len(std) == channels or not all(isinstance(x, (int, float)) for x in colours):
-            raise ValueError(f"expected mean and deviation of {channels} channels, got {colours}")
-        return cls(size, channels, classes, mean, std)
+        if not len(self.mean) == len(self.std) == self.channels or not all(isinstance(x, (int, float)) for x in colours):
+            raise ValueError(f"expected mean and deviation of {self.channels} channels, got {colours}")
+        if not isinstance(self.classes, tuple):
+            raise ValueError(f"expected names of classes, got {self.classes}")
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
         return same_names(then.get("classes"), list(self.classes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from lion.samples.base import Info
+from lion.samples.base import Info, are_counts
 
 UNLABELLED = -100  # label of tokens without a class, which PyTorch's cross-entropy ignores
 
@@ -35,7 +35,7 @@ class TokenLabelsInfo(Info):
 
     def __post_init__(self) -> None:
         counts = (self.classes, self.length, self.longest, self.vocabulary, self.ids)
-        if not all(isinstance(n, int) and n > 0 for n in counts):
+        if not are_counts(*counts):
             raise ValueError(f"expected classes, length, longest, vocabulary and ids above 0, got {counts}")
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.samples.base import Info
+from lion.samples.base import Info, are_counts
 
 PIXELS = 256  # number of intensities
 SHAPES = 4  # different lengths of batches: few, because each length is compiled
@@ -60,7 +60,7 @@ class SequenceInfo(Info):
     def __post_init__(self) -> None:
         vocabulary = 1 if self.vocabulary is None else self.vocabulary
         counts = (self.classes, self.length, vocabulary)
-        if not all(isinstance(n, int) and n > 0 for n in counts) or self.parts not in (1, 2):
+        if not are_counts(*counts) or self.parts not in (1, 2):
             raise ValueError(
                 f"expected classes, length and vocabulary above 0 and parts 1 or 2, got {(*counts, self.parts)}"
             )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from lion.config import ConfigError
-from lion.samples.base import Info
+from lion.samples.base import Info, are_counts
 
 SPECIAL = ("pad", "mask", "cls", "sep", "unk", "end")  # names of special tokens
 
@@ -54,20 +54,16 @@ class TextInfo(Info):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        vocabulary = values["vocabulary"]
-        length = values["length"]
-        special = dict(values["special"])
-        tokenizer = values["tokenizer"]
-        fingerprint = values["fingerprint"]
-        counted = all(isinstance(n, int) and n > 0 for n in (vocabulary, length))
-        named = isinstance(tokenizer, str) and isinstance(fingerprint, str)
-        if not counted or not named:
-            got = (vocabulary, length, tokenizer, fingerprint)
+        return super().from_dict({f.name: values[f.name] for f in fields(cls)})
+
+    def __post_init__(self) -> None:
+        named = isinstance(self.tokenizer, str) and isinstance(self.fingerprint, str)
+        if not are_counts(self.vocabulary, self.length) or not named:
+            got = (self.vocabulary, self.length, self.tokenizer, self.fingerprint)
             raise ValueError(f"expected vocabulary, length, tokenizer and fingerprint, got {got}")
-        for name, i in special.items():
-            if name not in SPECIAL or not isinstance(i, int) or not 0 <= i < vocabulary:
-                raise ValueError(f"expected ids of special tokens, got {special}")
-        return cls(vocabulary, length, tokenizer, fingerprint, special)
+        for name, i in dict(self.special).items():
+            if name not in SPECIAL or not isinstance(i, int) or not 0 <= i < self.vocabulary:
+                raise ValueError(f"expected ids of special tokens, got {self.special}")
 
     @property
     def sample_size(self) -> int:
@@ -121,12 +117,10 @@ class LabelledTextInfo(TextInfo):
 
     classes: tuple[str, ...] = ()
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        classes = tuple(values["classes"])
-        if not all(isinstance(name, str) for name in classes):
-            raise ValueError(f"expected names of classes, got {classes}")
-        return replace(super().from_dict(values), classes=classes)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(isinstance(name, str) for name in self.classes):
+            raise ValueError(f"expected names of classes, got {self.classes}")
 
     def shares_heads(self, then: dict[str, Any]) -> bool:
         return then.get("classes") == list(self.classes)
