@@ -30,7 +30,7 @@ from lion.samples.images import ImageInfo
 from lion.samples.seeds import place_keys
 from lion.tasks.causal_lm import CausalLM
 from lion.tasks.diffusion import Diffusion
-from lion.trainer.loader import eval_batches
+from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.runtime import Runtime
 from tools.cli import of_an_option
 from tools.compose import digest, loader_workers, resolve_run
@@ -80,13 +80,11 @@ def images_of_split(recipe: Recipe, splits: Splits, split: str, drawing: Drawing
     chosen = drawn(len(dataset), drawing.most, drawing.seed)
     read = eval_batches(
         dataset,
+        Loading(splits.collate, loader_workers(recipe), recipe.trainer.faults),
         seed=drawing.seed,
         split=split,
         batch=drawing.batch,
         chosen=chosen,
-        collate=splits.collate,
-        workers=loader_workers(recipe),
-        faults=recipe.trainer.faults,
     )
     shape = (splits.info.channels, *splits.info.size)
     return Pictures(split, len(chosen), shape, (x["image"][x["mask"]] for x in read))

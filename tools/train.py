@@ -45,7 +45,7 @@ from lion.tasks import Task
 from lion.tasks.base import to_device
 from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
-from lion.trainer.loader import eval_batches
+from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.log import write_results
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import Plan
@@ -238,7 +238,7 @@ def check_own(task: Task, name: str, model: Model, splits: Splits) -> None:
         training = model.training
         model.eval()
         try:
-            for batch in eval_batches(data, seed=0, split=split, batch=2, chosen=first, collate=splits.collate):
+            for batch in eval_batches(data, Loading(splits.collate), seed=0, split=split, batch=2, chosen=first):
                 with torch.no_grad():
                     task.loss(model, to_device(batch, device))
         except Exception as error:  # a data set can raise any exception

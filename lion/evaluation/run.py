@@ -13,7 +13,7 @@ from lion.runs import LoadedRun, count_parameters
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.trainer.compilation import compile_blocks
-from lion.trainer.loader import eval_batches
+from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.plan import check_rows
 from lion.trainer.runtime import Runtime, start_runtime
 
@@ -74,15 +74,12 @@ def evaluate_run(
     batch = min(recipe.trainer.micro_batch or recipe.trainer.batch_size, 256, len(dataset))
     batches = eval_batches(
         dataset,
+        Loading(splits.collate, workers, recipe.trainer.faults, runtime.device),
         seed=recipe.seed,
         split=split,
         batch=batch,
         rank=runtime.batch_rank,
         world=runtime.batch_world,
-        collate=splits.collate,
-        workers=workers,
-        faults=recipe.trainer.faults,
-        device=runtime.device,
     )
     model.to(runtime.device)  # before the compilation, which depends on the device
     compiled = recipe.trainer.compile and not eager and compile_blocks(model)

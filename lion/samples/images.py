@@ -35,7 +35,8 @@ class ImageInfo(Info):
         colours = (*self.mean, *self.std)
         if len(self.size) != 2 or not are_counts(*counts):
             raise ValueError(f"expected height, width and channels above 0, got {counts}")
-        if not len(self.mean) == len(self.std) == self.channels or not all(isinstance(x, (int, float)) for x in colours):
+        each = len(self.mean) == len(self.std) == self.channels
+        if not each or not all(isinstance(x, (int, float)) for x in colours):
             raise ValueError(f"expected mean and deviation of {self.channels} channels, got {colours}")
         if not isinstance(self.classes, tuple):
             raise ValueError(f"expected names of classes, got {self.classes}")

@@ -8,7 +8,6 @@ therefore stop at any step and resume exactly.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import resource
@@ -16,7 +15,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -35,9 +35,8 @@ NO_SHARED_MEMORY = (
     "(0: none), or in Docker more memory with --shm-size=8g"
 )
 SEARCH = 100  # following samples that are tried instead of an unreadable sample
-
-
 ENDLESS = 2**62  # number of samples of a run of unknown length
+CPU = torch.device("cpu")
 
 
 class StepSampler:
@@ -93,40 +92,32 @@ class StepSampler:
         return (self[i] for i in range(len(self)))
 
 
-class Sampler(Protocol):
-    """The samples of each batch, by its number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, i: int, /) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 class Samples(list):
-    """The samples of a batch.
+    """Samples of a data set, each read after torch's default generator is seeded by one of `seeds`.
 
     Attributes:
         beside: Additional columns of the batch, by name.
         unreadable: (index, reason) of every sample that could not be read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: Split, indices: list[int], seeds: list[int]) -> None:
         super().__init__()
         self.beside: dict[str, list[Any]] = {}
         self.unreadable: list[tuple[int, str]] = []
+        with torch.random.fork_rng(devices=[]):
+            for index, seed in zip(indices, seeds):
+                torch.default_generator.manual_seed(seed)
+                self.append(self.read(dataset, index))
 
-    def read(self, dataset: Split, index: int) -> bool:
-        """Append `dataset[index]`, else the next readable sample or None; return whether `index` was readable."""
+    def read(self, dataset: Split, index: int) -> Any:
+        """Return `dataset[index]`, else the next readable sample, or None."""
         for candidate in range(index, index + SEARCH):
             candidate %= len(dataset)
             try:
-                self.append(dataset[candidate])
-                return candidate == index
+                return dataset[candidate]
             except Unreadable as error:
                 self.unreadable.append((candidate, str(error)))
-        self.append(None)
-        return False
+        return None
 
 
 def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch | None, list[tuple[int, str]]]:
@@ -137,17 +128,6 @@ def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch
     return {**make(list(samples)), **beside}, samples.unreadable
 
 
-@contextlib.contextmanager
-def preserved_generator() -> Iterator[torch.Generator]:
-    """Yield torch's default generator, which may be reseeded inside, and restore its state afterwards."""
-    generator = torch.default_generator
-    state = generator.get_state()
-    try:
-        yield generator
-    finally:
-        generator.set_state(state)
-
-
 class SeededDataset(Dataset):
     """A data set whose random augmentation depends on (seed, epoch, place in the epoch, sample) alone."""
 
@@ -156,12 +136,8 @@ class SeededDataset(Dataset):
         self.seed = seed
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
-        samples = Samples()
-        with preserved_generator() as generator:
-            for epoch, place, index in keys:
-                generator.manual_seed(derive(self.seed, epoch, place, index))
-                samples.read(self.dataset, index)
-        return samples
+        seeds = [derive(self.seed, *key) for key in keys]
+        return Samples(self.dataset, [index for _, _, index in keys], seeds)
 
     def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
         """Make a whole batch with a `DeviceDataset`, whose augmentation depends on (seed, epoch, first place)."""
@@ -189,13 +165,11 @@ class PaddedDataset(Dataset):
         return len(self.chosen)
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        samples = Samples()
         places, real, keys = self.places(indices)
-        with preserved_generator() as generator:
-            for i, (place, key) in enumerate(zip(places, keys)):
-                generator.manual_seed(key)
-                real[i] &= samples.read(self.dataset, place)
-        samples.beside = {"mask": real, "key": keys}
+        samples = Samples(self.dataset, places, keys)
+        unreadable = dict(samples.unreadable)
+        mask = [ok and place not in unreadable for place, ok in zip(places, real)]
+        samples.beside = {"mask": mask, "key": keys}
         return samples
 
     def batch(self, indices: list[int], device: torch.device) -> Batch:
@@ -233,6 +207,23 @@ def steps_per_epoch(size: int, batch: int) -> int:
     return size // batch
 
 
+@dataclass(frozen=True)
+class Loading:
+    """How batches are loaded.
+
+    Attributes:
+        collate: Function that makes a batch from a list of samples.
+        workers: Number of loader processes.
+        faults: Limits on the faults that the loading survives.
+        device: Device on which the batches are used.
+    """
+
+    collate: Callable[[list[Any]], Batch] = default_collate
+    workers: int = 0
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    device: torch.device = CPU
+
+
 class Batches:
     """The batches of a data loader, whose faults are reported, counted and limited.
 
@@ -243,21 +234,13 @@ class Batches:
     def __init__(
         self,
         dataset: SeededDataset | PaddedDataset,
-        sampler: Sampler,
-        *,
-        collate: Callable[[list[Any]], Batch],
-        workers: int,
-        pin: bool,
-        faults: FaultsConfig,
-        device: torch.device | str,
+        sampler: StepSampler | list[list[int]],
+        loading: Loading,
     ) -> None:
         self.dataset = dataset
         self.sampler = sampler
-        self.collate = collate
-        self.pin = pin
-        self.faults = faults
-        self.device = torch.device(device)
-        self.workers = affordable(workers)
+        self.loading = loading
+        self.workers = affordable(loading.workers)
         self.unreadable: set[int] = set()
         self.died = 0
 
@@ -266,8 +249,8 @@ class Batches:
             self.dataset,
             batch_sampler=(self.sampler[i] for i in range(start, len(self.sampler))),
             num_workers=self.workers,
-            pin_memory=self.pin,
-            collate_fn=functools.partial(collate, make=self.collate),
+            pin_memory=self.loading.device.type == "cuda",
+            collate_fn=functools.partial(collate, make=self.loading.collate),
             worker_init_fn=leave_signals,
             generator=torch.Generator(),  # separate: starting an iterator must not draw from the global generator
         )
@@ -275,8 +258,10 @@ class Batches:
     def __iter__(self) -> Generator[Batch, None, None]:
         if isinstance(self.dataset.dataset, DeviceDataset):
             for keys in self.sampler:
-                yield self.dataset.batch(list(keys), self.device)
+                given: list[Any] = keys
+                yield self.dataset.batch(given, self.loading.device)
             return
+        most = self.loading.faults.workers
         done = 0
         while True:
             workers: Sequence[Any] = ()
@@ -303,12 +288,12 @@ class Batches:
                     raise RunError(NO_SHARED_MEMORY) from None
                 self.died += 1
                 what = f"a loader worker died ({type(error).__name__}, exit code {codes[0]})"
-                if self.died > self.faults.workers:
+                if self.died > most:
                     raise RunError(
-                        f"{what}, death {self.died} of at most {self.faults.workers} (trainer.faults.workers); "
+                        f"{what}, death {self.died} of at most {most} (trainer.faults.workers); "
                         f"if memory is short, use fewer workers with data.workers=N"
                     ) from None
-                log.warning("%s, %d of at most %d; its batch is loaded again", what, self.died, self.faults.workers)
+                log.warning("%s, %d of at most %d; its batch is loaded again", what, self.died, most)
             finally:
                 for worker in workers:
                     worker.kill()  # they ignore SIGTERM, and a process does not end before its workers
@@ -316,7 +301,7 @@ class Batches:
                     worker.join(5)
 
     def report(self, unreadable: list[tuple[int, str]]) -> None:
-        limit = self.faults.unreadable
+        limit = self.loading.faults.unreadable
         for index, reason in unreadable:
             if index in self.unreadable:
                 continue
@@ -346,24 +331,14 @@ def ignore(number: int, frame: Any) -> None:
     """Do nothing, as a signal handler."""
 
 
-def train_batches(
-    dataset: Split,
-    sampler: StepSampler,
-    *,
-    collate: Callable[[list[Any]], Batch] = default_collate,
-    workers: int,
-    pin: bool,
-    faults: FaultsConfig | None = None,
-    device: torch.device | str = "cpu",
-) -> Batches:
+def train_batches(dataset: Split, sampler: StepSampler, loading: Loading) -> Batches:
     """Return the micro-batches of this process that the sampler selects, across epochs."""
-    faults = faults or FaultsConfig()
-    seeded = SeededDataset(dataset, sampler.seed)
-    return Batches(seeded, sampler, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
+    return Batches(SeededDataset(dataset, sampler.seed), sampler, loading)
 
 
 def eval_batches(
     dataset: Split,
+    loading: Loading,
     *,
     seed: int,
     split: str,
@@ -371,11 +346,6 @@ def eval_batches(
     chosen: Sequence[int] | None = None,
     rank: int = 0,
     world: int = 1,
-    collate: Callable[[list[Any]], Batch] = default_collate,
-    workers: int = 0,
-    pin: bool = False,
-    faults: FaultsConfig | None = None,
-    device: torch.device | str = "cpu",
 ) -> Batches:
     """Return this process's share of a split, in batches of one shape; `seed` and `split` determine the noise.
 
@@ -384,6 +354,5 @@ def eval_batches(
     padded = PaddedDataset(dataset, seed, split, chosen)
     rounds = -(-len(padded) // (batch * world))
     first = rank * batch * rounds
-    share = [range(start, start + batch) for start in range(first, first + batch * rounds, batch)]
-    faults = faults or FaultsConfig()
-    return Batches(padded, share, collate=collate, workers=workers, pin=pin, faults=faults, device=device)
+    share = [list(range(start, start + batch)) for start in range(first, first + batch * rounds, batch)]
+    return Batches(padded, share, loading)

@@ -15,7 +15,7 @@ from lion.config import ConfigError
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
-from lion.trainer.loader import Batches, StepSampler, eval_batches, train_batches
+from lion.trainer.loader import Batches, Loading, StepSampler, eval_batches, train_batches
 from lion.trainer.optim import learning_rate
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
@@ -353,13 +353,7 @@ class RunData:
         self.splits = splits
         self.plan = plan
         self.runtime = runtime
-        self.loading: dict[str, Any] = {
-            "collate": splits.collate,
-            "workers": workers,
-            "pin": runtime.device.type == "cuda",
-            "faults": plan.trainer.faults,
-            "device": runtime.device,
-        }
+        self.loading = Loading(splits.collate, workers, plan.trainer.faults, runtime.device)
 
     def sampler(self, start: int) -> StepSampler:
         """Return the sampler of this process's micro-batches, from sample `start` of the run on."""
@@ -378,7 +372,7 @@ class RunData:
 
     def train(self, start: int) -> Batches:
         """Return the training batches from sample `start` of the run on, across epochs."""
-        return train_batches(self.splits.train, self.sampler(start), **self.loading)
+        return train_batches(self.splits.train, self.sampler(start), self.loading)
 
     def held_out(self) -> dict[str, Batches]:
         """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""
@@ -389,11 +383,11 @@ class RunData:
         for name, dataset in splits.items():
             batches[name] = eval_batches(
                 dataset,
+                self.loading,
                 seed=self.plan.seed,
                 split=name,
                 batch=self.plan.micro,
                 rank=self.runtime.batch_rank,
                 world=self.runtime.batch_world,
-                **self.loading,
             )
         return batches

@@ -21,7 +21,7 @@ from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import STATE, load_state, newest, prune, scratch_folder, seal
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.evaluate import evaluate as evaluate_model
-from lion.trainer.loader import eval_batches
+from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.runtime import Runtime
 from tests.helpers import here, refuse, tiny_recipe
 from tests.processes import in_processes
@@ -102,7 +102,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
 
     loaded = open_run(run)
     test = build_data(resolve_run(loaded.folder)).test
-    batches = [*eval_batches(test, seed=0, split="test", batch=64, rank=0, world=1, workers=0, pin=False)]
+    batches = [*eval_batches(test, Loading(), seed=0, split="test", batch=64)]
     assert len(batches) > 3 and not batches[-1]["mask"].all()
     forms, cpu = [("full", None), ("chunk", 3), ("rnn", 1)], Runtime(torch.device("cpu"))
     expected, outputs = {}, {}

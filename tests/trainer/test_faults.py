@@ -23,7 +23,7 @@ from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint_files import check_space, newest
 from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice, os_error_text
-from lion.trainer.loader import StepSampler, eval_batches, train_batches
+from lion.trainer.loader import Loading, StepSampler, eval_batches, train_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
 from tests.helpers import ROOT, here, tiny_recipe
@@ -59,7 +59,7 @@ class Shaky(Dataset):
 
 def stream(dataset, workers=0, faults=None):
     sampler = StepSampler(len(dataset), order=Shuffled(), batch=8, micro=4, seed=3, start=0, end=48, rank=0, world=1)
-    return train_batches(dataset, sampler, workers=workers, pin=False, faults=faults or FaultsConfig())
+    return train_batches(dataset, sampler, Loading(workers=workers, faults=faults or FaultsConfig()))
 
 
 def values(batches):
@@ -165,7 +165,7 @@ def test_too_much_that_cannot_be_read_stops_the_run():
 
 def test_evaluation_leaves_out_what_cannot_be_read():
     data = Shaky(bad=(0, 3), size=10)
-    batches = eval_batches(data, seed=0, split="val", batch=4, rank=0, world=1, workers=0, pin=False)
+    batches = eval_batches(data, Loading(), seed=0, split="val", batch=4)
     seen = []
     for batch in batches:
         assert len(batch["index"]) == 4

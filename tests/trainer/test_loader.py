@@ -1,12 +1,12 @@
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from lion.config import ConfigError
 from lion.samples.base import DeviceDataset
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.seeds import uniform
-from lion.trainer.loader import StepSampler, eval_batches, steps_per_epoch, train_batches
+from lion.trainer.loader import Loading, StepSampler, eval_batches, steps_per_epoch, train_batches
 
 ORDER = Shuffled()
 
@@ -27,7 +27,7 @@ class Noisy(Dataset):
 def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0, order=ORDER):
     where = {"start": start * batch, "end": total * batch, "rank": rank, "world": world}
     sampler = StepSampler(size, order=order, batch=batch, micro=micro, seed=3, **where)
-    loader = train_batches(Noisy(size), sampler, workers=workers, pin=False)
+    loader = train_batches(Noisy(size), sampler, Loading(workers=workers))
     return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
 
 
@@ -73,9 +73,8 @@ def test_loader_workers_change_nothing_and_the_global_state_is_left_alone():
     assert batches(workers=2) == alone
 
 
-def evaluation(dataset, *, batch=4, rank=0, world=1, seed=0, split="val", workers=0, **more):
-    where = {"batch": batch, "rank": rank, "world": world}
-    return eval_batches(dataset, seed=seed, split=split, workers=workers, pin=False, **where, **more)
+def evaluation(dataset, *, batch=4, seed=0, split="val", collate=default_collate, workers=0, **where):
+    return eval_batches(dataset, Loading(collate, workers), seed=seed, split=split, batch=batch, **where)
 
 
 @pytest.mark.parametrize(("size", "world"), [(10, 1), (10, 2), (8, 2), (3, 2)])
@@ -137,7 +136,7 @@ def side_by_side(samples):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_may_make_its_batches_of_samples_itself(workers):
     sampler = StepSampler(9, order=ORDER, batch=3, micro=3, seed=1, start=0, end=9, rank=0, world=1)
-    seen = list(train_batches(Ragged(), sampler, collate=side_by_side, workers=workers, pin=False))
+    seen = list(train_batches(Ragged(), sampler, Loading(side_by_side, workers)))
     assert sorted(n for b in seen for n in b["lengths"].tolist()) == list(range(9))
     assert all(len(b["numbers"]) == b["lengths"].sum() for b in seen)
     seen = list(evaluation(Ragged(), collate=side_by_side, workers=workers))
@@ -164,7 +163,7 @@ def test_a_data_set_that_makes_its_own_batches():
         return StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=4 * start, end=20, rank=0, world=1)
 
     def batches(*args):
-        return list(train_batches(Whole(), sampler(*args), workers=2, pin=False))
+        return list(train_batches(Whole(), sampler(*args), Loading(workers=2)))
 
     found = batches(0)
     for step in range(5):

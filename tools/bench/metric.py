@@ -11,7 +11,7 @@ from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
 from lion.trainer.evaluate import evaluate
-from lion.trainer.loader import eval_batches
+from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.runtime import start_runtime
 from tools.compose import build_data, resolve_run
 from tools.image_sources import drawn
@@ -39,6 +39,7 @@ def value_of(loaded: LoadedRun, size: int, task: Task, model: Model, limit: int)
     split, splits = held_out(loaded, size)
     data, seed = getattr(splits, split), loaded.recipe.seed
     some = drawn(len(data), limit, seed)
-    batches = eval_batches(data, seed=seed, split=split, batch=min(16, len(some)), chosen=some, collate=splits.collate)
+    batch = min(16, len(some))
+    batches = eval_batches(data, Loading(splits.collate), seed=seed, split=split, batch=batch, chosen=some)
     runtime, seed = start_runtime(str(pick_device())), derive(loaded.recipe.seed, split)
     return evaluate(model, batches, task, runtime, seed=seed)[task.metric.name]
