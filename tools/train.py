@@ -45,6 +45,7 @@ from lion.tasks import Task
 from lion.tasks.base import to_device
 from lion.trainer.checkpoint_files import FOLDER, steps_of
 from lion.trainer.compilation import prepare_compiler
+from lion.trainer.evaluate import evaluating
 from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.log import write_results
 from lion.trainer.loop import Trainer
@@ -235,11 +236,9 @@ def check_own(task: Task, name: str, model: Model, splits: Splits) -> None:
             raise ConfigError(f"splits.{split}: no samples")
         first = range(min(2, len(data)))
         kept = random_state()
-        training = model.training
-        model.eval()
         try:
             for batch in eval_batches(data, Loading(splits.collate), seed=0, split=split, batch=2, chosen=first):
-                with torch.no_grad():
+                with evaluating(model):
                     task.loss(model, to_device(batch, device))
         except Exception as error:  # a data set can raise any exception
             about = f"{type(error).__name__}: {first_line(error)}"
@@ -248,7 +247,6 @@ def check_own(task: Task, name: str, model: Model, splits: Splits) -> None:
                 f"reads batches of {', '.join(task.example(1, 'cpu'))}"
             ) from error
         finally:
-            model.train(training)
             restore_random_state(kept)
 
 

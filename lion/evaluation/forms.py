@@ -17,7 +17,7 @@ from lion.samples.base import Batch
 from lion.tasks.base import Outcome, Task, to_device
 from lion.tasks.metrics import Metric, MetricOfPass
 from lion.trainer.diagnostics import tensor_peak
-from lion.trainer.evaluate import Totals, own_value
+from lion.trainer.evaluate import Totals, all_values
 from lion.trainer.loader import Batches
 from lion.trainer.runtime import Runtime
 
@@ -140,11 +140,8 @@ def measure(
     shown.close()
     results = {}
     for (name, size), measured in found.items():
-        values = measured.totals.values(runtime)
-        for metric in task.metrics:
-            if isinstance(metric, MetricOfPass):
-                set_form(model, name, size)
-                values[metric.name] = own_value(metric, model, batches, task, runtime, precision, seed)
+        set_form(model, name, size)
+        values = all_values(measured.totals, model, batches, task, runtime, precision, seed)
         peaks = runtime.gather(measured.peak)
         deviations = runtime.gather(measured.deviation.item())
         peak = None

@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from lion.models.base import Model
 from lion.progress import rate
 from lion.samples.base import Batch
 from lion.tasks.base import Task
+from lion.trainer.evaluate import evaluating
 from lion.trainer.loader import Batches
 from lion.trainer.log import Histogram, NoLog, RunLog, histogram
 from lion.trainer.state import RunState
@@ -125,42 +127,31 @@ def decay_histograms(model: Model, batch: Batch, task: Task) -> dict[str, Histog
     """
     found: dict[str, Histogram] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple, gating: Gating) -> None:
-            if gating.log_decay is not None and (counted := histogram(gating.log_decay.exp().float())):
-                found[name] = counted
-
-        return hook
+    def keep(name: str, module: nn.Module, inputs: tuple, gating: Gating) -> None:
+        if gating.log_decay is not None and (counted := histogram(gating.log_decay.exp().float())):
+            found[name] = counted
 
     hooks = []
     for i, unit in enumerate(model.units()):
         decays = [module for module in unit.modules() if isinstance(module, Decay)]
         for j, decay in enumerate(decays):  # a block has one decay, or one per direction or scan
             name = f"blocks.{i}.{j}" if j else f"blocks.{i}"
-            hooks.append(decay.register_forward_hook(keep(name)))
+            hooks.append(decay.register_forward_hook(partial(keep, name)))
     if not hooks:
         return {}
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluating(model), torch.compiler.set_stance("force_eager"):
             task.evaluate(model, batch)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return found
 
 
-@torch.no_grad()
 def progress_of(model: nn.Module, batch: Batch, task: Task) -> dict[str, Tensor | str]:
     """Return the images and texts that the task shows of a model at an evaluation."""
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         return task.progress(model, batch)
-    finally:
-        model.train(training)
 
 
 def free_bytes(device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 
@@ -65,25 +66,38 @@ def divided(total: float, weight: float) -> float:
     return total / weight
 
 
-class FirstBatchKept:
-    """An iterable of batches that keeps the first batch; it can be iterated any number of times."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.batches = batches
-        self.first: Batch | None = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.batches:
-            if self.first is None:
-                self.first = batch
-            yield batch
-
-
 class Stopped(Exception):
     """Signal that an evaluation was asked to end early."""
 
 
-@torch.no_grad()
+class StoppableBatches:
+    """Batches that raise `Stopped` once `stop` returns True, and keep the first; they can be iterated repeatedly."""
+
+    def __init__(self, batches: Iterable[Batch], stop: Callable[[], bool]) -> None:
+        self.batches = batches
+        self.stop = stop
+        self.first: Batch = {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            if self.stop():
+                raise Stopped
+            self.first = self.first or batch
+            yield batch
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode without gradients, and restore its mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -92,54 +106,40 @@ def evaluate(
     *,
     precision: str = "fp32",
     seed: int = 0,
-    stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
-    """Compute the metrics of a task over all samples and processes; return None if `stop` ended the evaluation.
+) -> dict[str, float]:
+    """Compute the metrics of a task over all samples and processes.
 
     `batches` are iterated once, and once more for every `MetricOfPass` metric. Random numbers depend on `seed` and the
     rank alone, so they are the same for every model and form. The random state of training is not affected.
     """
-
-    def on_device() -> Iterator[Batch]:
-        for batch in batches:
-            if stop():
-                raise Stopped
-            yield to_device(batch, runtime.device)
-
-    training = model.training
-    model.eval()
     totals = Totals(task.metrics)
-    try:
+    with evaluating(model):
         with runtime.seeded(seed):
-            for batch in on_device():
+            for batch in batches:
+                batch = to_device(batch, runtime.device)
                 with runtime.autocast(precision):
                     outcome = task.evaluate(model, batch)
                 totals.add(outcome, batch["mask"])
-        own = {}
-        for metric in task.metrics:
-            if isinstance(metric, MetricOfPass):
-                own[metric.name] = own_value(metric, model, on_device(), task, runtime, precision, seed)
-    except Stopped:
-        return None
-    finally:
-        model.train(training)
-    values = {**totals.values(runtime), **own}
-    return {metric.name: values[metric.name] for metric in task.metrics}
+        return all_values(totals, model, batches, task, runtime, precision, seed)
 
 
-def own_value(
-    metric: MetricOfPass,
+def all_values(
+    totals: Totals,
     model: nn.Module,
     batches: Iterable[Batch],
     task: Task,
     runtime: Runtime,
     precision: str,
-    seed: int = 0,
-) -> float:
-    """Compute a metric that needs a separate pass over the batches of this process.
+    seed: int,
+) -> dict[str, float]:
+    """Return all metrics: those of `totals`, and those that need separate passes over the batches of this process.
 
     The model must be in evaluation mode; `seed` is used as in `evaluate`.
     """
-    batches = (to_device(batch, runtime.device) for batch in batches)
-    with torch.no_grad(), runtime.autocast(precision), runtime.seeded(seed):
-        return float(metric.measure(task, model, batches, runtime.gather))
+    values = totals.values(runtime)
+    for metric in task.metrics:
+        if isinstance(metric, MetricOfPass):
+            read = (to_device(batch, runtime.device) for batch in batches)
+            with torch.no_grad(), runtime.autocast(precision), runtime.seeded(seed):
+                values[metric.name] = float(metric.measure(task, model, read, runtime.gather))
+    return {metric.name: values[metric.name] for metric in task.metrics}

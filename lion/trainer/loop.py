@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +23,7 @@ from lion.tasks.base import Task, to_device
 from lion.trainer.checkpointer import Checkpointer
 from lion.trainer.compilation import compile_blocks, load_compiled, save_compiled
 from lion.trainer.diagnostics import Monitor, all_finite, decay_histograms, nonfinite_steps, progress_of
-from lion.trainer.evaluate import FirstBatchKept, evaluate
+from lion.trainer.evaluate import StoppableBatches, Stopped, evaluate
 from lion.trainer.faults import RunError, advised_error, divergence_advice
 from lion.trainer.log import NoLog, RunLog
 from lion.trainer.optim import Average, Buffers, make_optimizer
@@ -87,6 +87,7 @@ class Trainer:
         self.trained = 0.0  # seconds of the steps of this process
         self.waited: set[str] = set()  # first steps and evaluations that this process has begun
         self.stopped_time: StoppedTime | None = None  # of a run that is limited by time
+        self.out: RunLog | NoLog = NoLog()
 
     def fit(self, started: Callable[[RunState], None] | None = None) -> bool:
         """Train to the end; return False if a signal stopped the run earlier (the state is saved).
@@ -107,17 +108,17 @@ class Trainer:
             stack.enter_context(catch_signals(self))
             if self.plan.seconds is not None:
                 self.stopped_time = stack.enter_context(StoppedTime())
-            out = stack.enter_context(contextlib.closing(self.open_log()))
+            self.out = stack.enter_context(contextlib.closing(self.open_log()))
             loader = self.data.train(state.samples)
             batches = stack.enter_context(contextlib.closing(iter(loader)))
             try:
-                complete = self.train(batches, Monitor(state, loader, out), out)
+                complete = self.train(batches, Monitor(state, loader, self.out))
             except TorchDynamoException:  # a signal to the whole process group also stops the compiler
                 if not self.stopping or self.runtime.world > 1:
                     raise
                 complete = False
                 if state.step:
-                    self.save(out)
+                    self.save()
         if state.step and self.checkpoints.saved != state.step:
             raise RunError(f"step {state.step} could not be saved: {self.checkpoints.kept}")
         if state.compiled and self.runtime.main:
@@ -158,28 +159,28 @@ class Trainer:
             evaluated=not state.evaluation_due,
         )
 
-    def train(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> bool:
+    def train(self, batches: Iterator[Batch], monitor: Monitor) -> bool:
         """Run the training loop; return False if a signal stopped the loop."""
         state = self.state
         timer = SaveTimer(self.plan.save_seconds)
         save_due = False
-        complete = self.evaluate_if_due(out)  # a signal may have interrupted the last evaluation
+        complete = self.evaluate_if_due()  # a signal may have interrupted the last evaluation
         clock = TrainingClock(compiles=state.compiled, stopped=self.stopped_time)
         while complete and not state.finished:
             lr = self.set_learning_rate()
             with self.undone_without_compiler():
-                loss, norm = self.train_step(batches, monitor, out)
+                loss, norm = self.train_step(batches, monitor)
             lap = clock.lap()
             self.trained += lap
             state.advance(lap)
             monitor.samples += state.taken
-            out.progress(state.at)
+            self.out.progress(state.at)
             if (what := nonfinite_steps(state)) is not None:
                 self.diverged(what)
             if state.due(self.config.log_every):
                 monitor.report(loss, lr, norm)
             if state.due(self.plan.eval_every):
-                complete = self.evaluate_if_due(out)
+                complete = self.evaluate_if_due()
                 monitor.restart()
                 clock.restart()
             stop, timer_due = self.runtime.any(self.stopping, timer.due)
@@ -187,9 +188,9 @@ class Trainer:
             save_due = save_due or timer_due or state.due(self.plan.save_every)
             if last or (save_due and not state.guard.read()[1]):
                 begun = time.perf_counter()
-                with out.pause("saving"):
+                with self.out.pause("saving"):
                     # a periodic save waits while steps are being skipped
-                    self.save(out, beside=self.config.save_async and not last)
+                    self.save(beside=self.config.save_async and not last)
                 monitor.saving += time.perf_counter() - begun
                 timer.restart()
                 clock.restart()
@@ -219,7 +220,7 @@ class Trainer:
             group["lr"] = lr * factor
         return lr
 
-    def train_step(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> tuple[Tensor, Tensor]:
+    def train_step(self, batches: Iterator[Batch], monitor: Monitor) -> tuple[Tensor, Tensor]:
         """Take one optimizer step on the global batch; return its mean loss and gradient norm.
 
         If loss or gradient is not finite, weights, persistent buffers and optimizer state do not change.
@@ -227,7 +228,7 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self.buffers.keep()
-        sums = self.accumulate(batches, monitor, out)
+        sums = self.accumulate(batches, monitor)
         if self.runtime.world > 1:
             torch.distributed.all_reduce(sums)
         loss = sums[0] / sums[1]
@@ -245,7 +246,7 @@ class Trainer:
             self.average.update(self.model)
         return loss, norm
 
-    def accumulate(self, batches: Iterator[Batch], monitor: Monitor, out: RunLog | NoLog) -> Tensor:
+    def accumulate(self, batches: Iterator[Batch], monitor: Monitor) -> Tensor:
         """Accumulate the gradients of this process's micro-batches; return the sums of loss and weight."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         passes = self.plan.passes(self.state.at)
@@ -255,7 +256,7 @@ class Trainer:
                 batch = to_device(next(batches), self.runtime.device)
             monitor.waited += time.perf_counter() - asked
             if self.state.step == 0 and micro == 0:
-                out.show(0, self.task.preview(self.model, batch))
+                self.out.show(0, self.task.preview(self.model, batch))
             first = "compiling the first step" if self.state.compiled else "the first step"
             with synchronise(self.forward, micro == passes - 1), self.waiting(first):
                 with self.runtime.autocast(self.config.precision):
@@ -271,36 +272,35 @@ class Trainer:
         self.waited.add(what)
         return announced(what)
 
-    def evaluate_if_due(self, out: RunLog | NoLog) -> bool:
+    def evaluate_if_due(self) -> bool:
         """Evaluate if an evaluation is due at this step; return False if a signal interrupted the evaluation."""
         state = self.state
         if not state.evaluation_due:
             return True
-        with out.pause("evaluating"), self.waiting("the first evaluation"):
-            return self.measure(out)
+        with self.out.pause("evaluating"), self.waiting("the first evaluation"):
+            return self.measure()
 
-    def measure(self, out: RunLog | NoLog) -> bool:
+    def measure(self) -> bool:
         """Evaluate on the held-out splits and save the best weights; return False if a signal interrupted."""
         state = self.state
-        splits: dict[str, Iterable[Batch]] = {**self.data.held_out()}
-        val = FirstBatchKept(splits["val"])
-        splits["val"] = val
+        splits = {}
+        for split, batches in self.data.held_out().items():
+            splits[split] = StoppableBatches(batches, lambda: self.runtime.any(self.stopping)[0])
+        compute = partial(evaluate, task=self.task, runtime=self.runtime, precision=self.config.precision)
         results: dict[str, dict[str, float]] = {}
-        compute = partial(evaluate, precision=self.config.precision, stop=lambda: self.runtime.any(self.stopping)[0])
-        for split, batches in splits.items():
-            seed = derive(self.plan.seed, split)
-            for kind, model in zip((split, f"{split}_ema"), self.models):
-                found = compute(model, batches, self.task, self.runtime, seed=seed)
-                if found is None:
-                    return False
-                results[kind] = found
+        try:
+            for split, stoppable in splits.items():
+                seed = derive(self.plan.seed, split)
+                for kind, model in zip((split, f"{split}_ema"), self.models):
+                    results[kind] = compute(model, stoppable, seed=seed)
+        except Stopped:
+            return False
         for kind, values in results.items():
-            out.write(state.step, kind, values, **state.place())
-        assert val.first is not None  # a split has samples
-        first = to_device(val.first, self.runtime.device)
+            self.out.write(state.step, kind, values, **state.place())
+        first = to_device(splits["val"].first, self.runtime.device)
         with self.runtime.seeded(derive(self.plan.seed, "val")):
-            out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))
-            out.show(state.step, progress_of(self.models[-1], first, self.task))
+            self.out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))
+            self.out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
         names = [metric.name for metric in self.task.metrics if not metric.partial]
         chosen_by = [results["val"][name] for name in names]
@@ -327,12 +327,12 @@ class Trainer:
         if self.checkpoints.save_best(state.step, {"step": state.step, "best": best, **state.about()}):
             state.best = best
 
-    def save(self, out: RunLog | NoLog, *, beside: bool = False) -> None:
+    def save(self, *, beside: bool = False) -> None:
         """Save a checkpoint to resume from; a full disk is reported and leaves the previous checkpoint in place.
 
         With `beside`, training continues while the checkpoint is written.
         """
-        out.flush()
+        self.out.flush()
         self.checkpoints.save_last(self.state.step, self.state.to_dict(), beside=beside)
 
     def diverged(self, what: str) -> NoReturn:

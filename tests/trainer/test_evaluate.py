@@ -10,7 +10,7 @@ from lion.samples.seeds import derive
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import newest
-from lion.trainer.evaluate import Totals, evaluate
+from lion.trainer.evaluate import StoppableBatches, Stopped, Totals, evaluate
 from lion.trainer.runtime import Runtime
 from tests.helpers import state_of
 from tests.processes import in_processes
@@ -102,7 +102,8 @@ def test_it_stops_in_any_pass_and_leaves_the_mode_alone():
     data = toys.RunData(toys.splits(), toys.make_plan(toys.settings(batch_size=4), samples=64, world=1), CPU)
     for after in (0, 3, 8):
         answers = iter([False] * after + [True, "not asked again"])
-        assert evaluate(model, data.held_out()["val"], task, CPU, stop=answers.__next__) is None
+        with pytest.raises(Stopped):
+            evaluate(model, StoppableBatches(data.held_out()["val"], answers.__next__), task, CPU)
         assert model.training and next(answers) == "not asked again"
 
 

@@ -27,7 +27,6 @@ from lion.samples.base import Batch, Splits
 from lion.tasks import Task
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.diagnostics import process_peak
-from lion.trainer.log import NoLog
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime
@@ -272,7 +271,7 @@ def training_step(
     batches, monitor = itertools.repeat(example), SimpleNamespace(waited=0.0)
 
     def step() -> None:
-        trainer.train_step(batches, monitor, NoLog())
+        trainer.train_step(batches, monitor)
         trainer.optimizer.zero_grad()  # as at the next step, so that every step allocates its gradients
 
     return step
