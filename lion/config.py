@@ -317,30 +317,29 @@ def changed(config: Any) -> dict[str, Any]:
     Settings without a default, and all names of sections (`name`), are always included.
     """
     found: dict[str, Any] = {}
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
+    for key, f, value in settings_of(config):
         usual = f.default
-        if f.default_factory is not dataclasses.MISSING:
+        if f.default_factory is not MISSING:
             usual = f.default_factory()
-        if dataclasses.is_dataclass(value):
-            for key, inner in changed(value).items():
-                found[join(f.name, key)] = inner
-        elif f.name == "name" or value != usual:
-            found[f.name] = to_dict(value)
+        if f.name == "name" or value != usual:
+            found[key] = to_dict(value)
     return found
 
 
-def rounding(config: Any, key: str = "") -> dict[str, Any]:
-    """Return the settings that are free up to rounding (`setting`), by dotted key."""
-    found: dict[str, Any] = {}
+def settings_of(config: Any, key: str = "") -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield the dotted key, field and value of every setting of a dataclass and of the sections below it."""
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         path = join(key, f.name)
-        if f.metadata.get("free") == "rounding":
-            found[path] = value
-        elif dataclasses.is_dataclass(value):
-            found |= rounding(value, path)
-    return found
+        if dataclasses.is_dataclass(value):
+            yield from settings_of(value, path)
+        else:
+            yield path, f, value
+
+
+def rounding(config: Any) -> dict[str, Any]:
+    """Return the settings that are free up to rounding (`setting`), by dotted key."""
+    return {path: value for path, f, value in settings_of(config) if f.metadata.get("free") == "rounding"}
 
 
 def present(value: C | None, name: str) -> C:

@@ -18,11 +18,11 @@ from lion.config import (
     build,
     changed,
     flatten,
-    join,
     merge,
     nearest,
     parse_overrides,
     setting,
+    settings_of,
     to_dict,
 )
 from lion.models import MODELS
@@ -200,15 +200,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def free_keys(config: Any, key: str = "") -> set[str]:
     """Return the dotted names of the fields that may change when a run is resumed."""
-    found = set()
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        path = join(key, f.name)
-        if f.metadata.get("free"):
-            found.add(path)
-        elif dataclasses.is_dataclass(value):
-            found |= free_keys(value, path)
-    return found
+    return {path for path, f, _ in settings_of(config, key) if f.metadata.get("free")}
 
 
 def differences(old: dict, new: Recipe) -> list[str]:

@@ -243,7 +243,7 @@ class Trainer:
         self.optimizer.step()
         self.buffers.put_back(skipped)
         if self.average is not None:
-            self.average.update(self.model)
+            self.average.update()
         return loss, norm
 
     def accumulate(self, batches: Iterator[Batch], monitor: Monitor) -> Tensor:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -47,14 +48,7 @@ class OptimConfig:
         return self.lr * batch_size / self.lr_batch
 
 
-class Factors(NamedTuple):
-    """Factors of the weight decay and the learning rate of a parameter."""
-
-    weight_decay: float
-    lr: float
-
-
-def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
+def factors(model: nn.Module, no_decay: str) -> dict[str, OptimFactors]:
     """Return the factors of every trained parameter by name, from `no_decay` and `lion.layers.optim_factors`."""
     named = optim_factors(model)
     own_factors = {}
@@ -66,17 +60,11 @@ def factors(model: nn.Module, no_decay: str) -> dict[str, Factors]:
         if not parameter.requires_grad:
             continue
         own = own_factors.get(id(parameter), OptimFactors())
-        spared = {
-            "deit": parameter.dim() <= 1 or name.endswith("bias"),
-            "gpt": parameter.dim() < 2,
-            "none": False,
-        }[no_decay]
-        decay = own.weight_decay
         if no_decay == "none":
-            decay = 1.0
-        elif spared:
-            decay = 0.0
-        found[name] = Factors(decay, own.lr)
+            own = own._replace(weight_decay=1.0)
+        elif parameter.dim() < 2 or (no_decay == "deit" and name.endswith("bias")):
+            own = own._replace(weight_decay=0.0)
+        found[name] = own
     return found
 
 
@@ -87,10 +75,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> tuple[torch.optim.A
         The optimizer, and the learning-rate factor of each parameter group; the trainer sets the rate at every step.
     """
     parameters = dict(model.named_parameters())
-    groups: dict[Factors, list[nn.Parameter]] = {}
+    groups: dict[OptimFactors, list[nn.Parameter]] = {}
     for name, factor in factors(model, config.no_decay).items():
         groups.setdefault(factor, []).append(parameters[name])
-    order = sorted(groups, reverse=True)
+    order = sorted(groups, key=attrgetter("weight_decay", "lr"), reverse=True)
     optimizer = torch.optim.AdamW(
         [{"params": groups[factor], "weight_decay": config.weight_decay * factor.weight_decay} for factor in order],
         lr=config.lr,
@@ -224,18 +212,13 @@ def learning_rate(step: float, *, config: ScheduleConfig, peak: float, warmup: f
     return SCHEDULES[config.kind](Moment(step, warmup, progress, peak, config.min_lr))
 
 
-def persistent_buffers(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that are saved in a checkpoint of the model."""
-    held = model.state_dict().keys()
-    return [name for name, _ in model.named_buffers() if name in held]
-
-
 class Buffers:
     """The persistent buffers of a model (running statistics), which a skipped step must leave unchanged."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.names = persistent_buffers(model)
+        held = model.state_dict().keys()
+        self.names = [name for name, _ in model.named_buffers() if name in held]
         self.before: list[Tensor] = []
 
     def current(self) -> list[Tensor]:
@@ -261,19 +244,17 @@ class Average:
     """
 
     def __init__(self, model: Model, decay: float) -> None:
+        self.source = model
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
-        self.buffers = persistent_buffers(model)
+        self.buffers = Buffers(model)
+        self.averaged_buffers = Buffers(self.model)
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        torch._foreach_lerp_(list(self.model.parameters()), list(model.parameters()), 1 - self.decay)
-        if not self.buffers:
-            return
-        averaged = dict(self.model.named_buffers())
-        current = dict(model.named_buffers())
-        for name in self.buffers:
-            if averaged[name].is_floating_point():
-                averaged[name].lerp_(current[name], 1 - self.decay)
+    def update(self) -> None:
+        torch._foreach_lerp_(list(self.model.parameters()), list(self.source.parameters()), 1 - self.decay)
+        for averaged, buffer in zip(self.averaged_buffers.current(), self.buffers.current()):
+            if averaged.is_floating_point():
+                averaged.lerp_(buffer, 1 - self.decay)
             else:
-                averaged[name].copy_(current[name])
+                averaged.copy_(buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -153,7 +154,6 @@ class Plan:
     Attributes:
         total: Number of steps of the run; None if the run lasts `seconds` of training.
         seconds: Training time of a time-limited run; None for a run of `total` steps.
-        samples: Number of training samples, with repetitions; None if unknown.
         warmup: Length of the learning-rate warm-up, in the unit of `length`.
         ramp: Length of the batch-size ramp, in the unit of `length`; None: the batch size is constant.
         rounding: Settings by dotted key that change the rounding of results, but not the run.
@@ -165,7 +165,6 @@ class Plan:
     seed: int
     total: int | None
     seconds: float | None
-    samples: int | None
     steps_per_epoch: int  # of the full batch
     warmup: float
     ramp: float | None
@@ -184,22 +183,27 @@ class Plan:
         assert self.seconds is not None  # one of both is set
         return self.seconds
 
+    @functools.cached_property
+    def samples(self) -> int | None:
+        """The number of training samples, with repetitions; None if unknown."""
+        if self.total is None:
+            return None
+        growing = min(self.total, math.ceil(self.ramp or 0))
+        ramped = sum(map(self.batch, range(growing)))
+        return ramped + (self.total - growing) * self.trainer.batch_size
+
     def batch(self, at: float) -> int:
-        """Return the batch size of the step that begins at place `at` of `length`."""
-        return batch_at(at, self.trainer, self.ramp)
+        """Return the batch size of the step that begins at place `at` of `length`; it grows until `ramp`."""
+        most = self.trainer.batch_size
+        if self.ramp is None or at >= self.ramp:
+            return most
+        start = self.trainer.batch_start
+        assert start is not None  # checked with `batch_ramp`
+        return min(most, start * (1 + int(at * (most // start) / self.ramp)))
 
     def passes(self, at: float) -> int:
         """Return the number of micro-batches per process in the step that begins at place `at` of `length`."""
         return self.batch(at) * self.accumulation // self.trainer.batch_size
-
-
-def batch_at(at: float, config: TrainerConfig, ramp: float | None) -> int:
-    """Return the batch size of the step that begins at place `at` of a run whose batch size grows until `ramp`."""
-    if ramp is None or at >= ramp:
-        return config.batch_size
-    start = config.batch_start
-    assert start is not None  # checked with `batch_ramp`
-    return min(config.batch_size, start * (1 + int(at * (config.batch_size // start) / ramp)))
 
 
 class TrainingRecipe(Protocol):
@@ -293,9 +297,6 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         ramp = run.span("trainer.batch_ramp", c.batch_ramp)
         if ramp > (seconds or total or 0):
             raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
-    seen = None
-    if total is not None:
-        seen = samples_of(total, c, ramp)
     warmup = run.span("schedule.warmup", recipe.schedule.warmup)
     eval_every = run.every("trainer.eval_every", c.eval_every)
     save_seconds = to_seconds(c.save_every)
@@ -309,7 +310,6 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         seed=recipe.seed,
         total=total,
         seconds=seconds,
-        samples=seen,
         steps_per_epoch=per_epoch,
         warmup=warmup,
         ramp=ramp,
@@ -320,12 +320,6 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         save_seconds=save_seconds,
         rounding=rounding(recipe),
     )
-
-
-def samples_of(steps: int, config: TrainerConfig, ramp: float | None) -> int:
-    """Return the number of samples in all steps of a run."""
-    growing = min(steps, math.ceil(ramp or 0))
-    return sum(batch_at(step, config, ramp) for step in range(growing)) + (steps - growing) * config.batch_size
 
 
 def check_rows(model: Model, count: int) -> None:

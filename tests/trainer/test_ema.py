@@ -21,7 +21,7 @@ def test_floating_buffers_are_averaged_and_counts_copied():
             for parameter in model.parameters():
                 parameter += torch.randn_like(parameter)
         model.table += 1
-        average.update(model)
+        average.update()
         for name, value in model.state_dict().items():
             exact = value.is_floating_point()
             expected[name] = 0.9 * expected[name] + 0.1 * value if exact else value.clone()

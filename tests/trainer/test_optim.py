@@ -59,10 +59,10 @@ def test_modules_mark_their_parameters():
     assert optim_factors(net) == {"1.step": OptimFactors(0.1, 0.5)}
     for rule in ("deit", "gpt"):
         found = factors(net, rule)
-        assert found["1.step"] == (0.5, 0.1) and found["1.rest"] == found["0.weight"] == (1, 1)
-        assert found["0.bias"] == (0, 1)
-    assert factors(net, "none")["1.step"] == (1, 0.1)  # weight decay for all, same learning rates
-    assert factors(Tied(), "deit")["first.weight"] == (0.5, 0.1)
+        assert found["1.step"] == (0.1, 0.5) and found["1.rest"] == found["0.weight"] == (1, 1)
+        assert found["0.bias"] == (1, 0)
+    assert factors(net, "none")["1.step"] == (0.1, 1)  # weight decay for all, same learning rates
+    assert factors(Tied(), "deit")["first.weight"] == (0.1, 0.5)
 
 
 @pytest.mark.parametrize("wrong", ["stepp", "gate", "gate.weigh", "rest.weight", "forward", "training", "tree.step"])
