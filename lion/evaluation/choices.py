@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,13 +25,9 @@ def accuracy_of_choices(score: Tensor, size: Tensor, question: Tensor, choice: T
     among equals it is the first `choice`.
     """
     ranked = score.double() / size
-    order = choice.argsort()
-    order = order[ranked[order].argsort(descending=True, stable=True)]
-    order = order[question[order].argsort(stable=True)]
-    question = question[order]
-    right = right[order]
-    first = question.diff(prepend=question[:1] - 1) != 0
-    return right[first].double().mean().item()
+    order = np.lexsort((choice, -ranked, question))  # by question, then by rank, then by choice
+    _, first = np.unique(question[order], return_index=True)
+    return right[order][first].double().mean().item()
 
 
 def accuracy(name: str, label: str, size: str) -> MetricOfRows:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from lion.config import ConfigError
 from lion.samples.base import Batch
@@ -240,22 +239,12 @@ class Choices:
             length = 1 + padded_length(len(some[-1].ids) - 1, self.longest)
             real = torch.arange(self.size) < len(some)
             some += some[:1] * (self.size - len(some))  # all batches have the same number of rows
-            batch = padded([row.ids for row in some], length)
-            batch["mask"] = real
-            yield batch | columns(some)
-
-
-def padded(rows: list[list[int]], length: int) -> dict[str, Tensor]:
-    tokens = torch.zeros(len(rows), length, dtype=torch.long)
-    segments = torch.full((len(rows), length), -1)
-    for i, ids in enumerate(rows):
-        tokens[i, : len(ids)] = torch.tensor(ids)
-        segments[i, : len(ids)] = 0
-    return {"tokens": tokens, "segments": segments}
-
-
-def columns(rows: list[Row]) -> dict[str, Tensor]:
-    found = {}
-    for name in Row._fields[1:]:
-        found[name] = torch.tensor([getattr(row, name) for row in rows])
-    return found
+            tokens = torch.zeros(self.size, length, dtype=torch.long)
+            segments = torch.full_like(tokens, -1)
+            for i, row in enumerate(some):
+                tokens[i, : len(row.ids)] = torch.tensor(row.ids)
+                segments[i, : len(row.ids)] = 0
+            batch = {"tokens": tokens, "segments": segments, "mask": real}
+            for name in Row._fields[1:]:
+                batch[name] = torch.tensor([getattr(row, name) for row in some])
+            yield batch

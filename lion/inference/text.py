@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lion.layers.mixers import mixers_of
 from lion.layers.mixers.softmax import CachedAttention, reserve
@@ -261,14 +262,9 @@ def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
 
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad rows and return tokens (B, L) and their mask (B, L), False for padding."""
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    valid = torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-    tokens = torch.zeros_like(valid, dtype=torch.long)
-    ids = []
-    for row in rows:
-        ids += row
-    tokens[valid] = torch.tensor(ids, device=device)
-    return tokens, valid
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    tokens = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)
+    return tokens.clamp(min=0), tokens >= 0
 
 
 def last_valid(x: Tensor, valid: Tensor) -> Tensor:
