@@ -6,10 +6,12 @@ that does not affect the course of training (`free`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
 import functools
+import operator
 import re
 import sys
 import types
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 C = TypeVar("C")
 LARGEST_INT = 2**63 - 1  # limit of seeds and counters
 DEEPEST = 20  # maximum number of names in a dotted key
+LIMITS = (("min", "at least", operator.ge), ("max", "at most", operator.le), ("above", "more than", operator.gt))
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that are invalid in files and paths
 
 
@@ -222,10 +225,8 @@ def convert(hint: Any, value: Any, *, source: Source, key: str) -> Any:
         return convert_text(value, source=source, key=key)
     number = value
     if isinstance(value, str) and hint in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             number = float(value)
-        except ValueError:
-            number = value
     if hint is bool and isinstance(value, bool):
         return value
     if hint in (int, float) and isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -266,13 +267,10 @@ def check_range(field: dataclasses.Field, value: Any, *, source: Source, key: st
         if rule["hint"]:
             hint = f"{hint}; {rule['hint']}"
         raise ConfigError(f"{source(key)}: {key}: {value!r} is not a choice, {hint}")
-    for bad, words in (
-        (rule["min"] is not None and value < rule["min"], f"at least {rule['min']}"),
-        (rule["max"] is not None and value > rule["max"], f"at most {rule['max']}"),
-        (rule["above"] is not None and value <= rule["above"], f"more than {rule['above']}"),
-    ):
-        if bad:
-            raise ConfigError(f"{source(key)}: {key}: expected {words}, got {value!r}")
+    for name, words, holds in LIMITS:
+        limit = rule[name]
+        if limit is not None and not holds(value, limit):
+            raise ConfigError(f"{source(key)}: {key}: expected {words} {limit}, got {value!r}")
 
 
 def check_settings(config: Any) -> None:

@@ -31,7 +31,7 @@ from lion.tasks import TASKS
 from lion.trainer.optim import OptimConfig, ScheduleConfig
 from lion.trainer.plan import TrainerConfig
 
-EXCLUSIVE = (("trainer.epochs", "trainer.steps", "trainer.time"),)  # a layer that sets one removes the others
+LENGTHS = {"trainer.epochs", "trainer.steps", "trainer.time"}  # a layer that sets one removes the others
 
 NO_RESULT = "no number yet"  # `about.expected` if no paper has a result
 KEYS_OF_DATA = {"data.name", "data.path", "data.subset"}  # overriding one of these removes the claim
@@ -177,20 +177,16 @@ def own_claim(data: dict[str, Any]) -> dict[str, str]:
 
 
 def drop_excluded(values: dict, layer: dict, source: str) -> dict:
-    """Return `values` without the keys that exclude a key of `layer` (see `EXCLUSIVE`)."""
-    given = {k for k, v in flatten(layer).items() if v is not None}
-    for rivals in EXCLUSIVE:
-        own = given.intersection(rivals)
-        if len(own) > 1:
-            raise ConfigError(f"{source}: give exactly one of {' and '.join(sorted(own))}")
-        if not own:
-            continue
-        for key in set(rivals) - own:
-            section, _, name = key.partition(".")
-            if isinstance(values.get(section), dict) and name in values[section]:
-                kept = {k: v for k, v in values[section].items() if k != name}
-                values = {**values, section: kept}
-    return values
+    """Return `values` without the lengths that exclude the length of `layer` (see `LENGTHS`)."""
+    given = {key for key, value in flatten(layer).items() if key in LENGTHS and value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{source}: give exactly one of {' and '.join(sorted(given))}")
+    trainer = values.get("trainer")
+    if not given or not isinstance(trainer, dict):
+        return values
+    excluded = LENGTHS - given
+    kept = {name: value for name, value in trainer.items() if f"trainer.{name}" not in excluded}
+    return {**values, "trainer": kept}
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -64,7 +64,7 @@ class Measured:
     def __init__(self, task: Task, device: torch.device) -> None:
         self.totals = Totals(task.metrics)
         self.seconds = 0.0
-        self.peak: int | None = None
+        self.peak = 0
         self.deviation = torch.zeros((), device=device)
 
     def shown(self, metric: Metric, samples: int) -> dict[str, str]:
@@ -73,11 +73,6 @@ class Measured:
             return {}
         value = self.totals.values(Runtime(self.deviation.device))[metric.name]
         return {metric.title: metric.text(value), "samples/s": rate(samples, self.seconds)}
-
-    def add_peak(self, peak: int | None) -> None:
-        """Add the peak memory of a call, None if it is unknown."""
-        if peak is not None:
-            self.peak = peak if self.peak is None else max(self.peak, peak)
 
     def add(self, outcome: Outcome, reference: torch.Tensor, mask: torch.Tensor) -> None:
         """Add a batch: its outcome, the outputs of the reference form (B, ..), and the mask of real samples (B,)."""
@@ -130,7 +125,7 @@ def measure(
                 with shown.paused():  # compilation is not timed
                     once()
                     peak = tensor_peak(once, runtime.device)
-                measured.add_peak(peak)
+                measured.peak = max(measured.peak, peak)
             measured.seconds += seconds(partial(keep, once, outcomes), runtime.device)
             measured.add(outcomes[-1], outcomes[0].outputs, batch["mask"])
             del outcomes[1:]
@@ -142,17 +137,12 @@ def measure(
     for (name, size), measured in found.items():
         set_form(model, name, size)
         values = all_values(measured.totals, model, batches, task, runtime, precision, seed)
-        peaks = runtime.gather(measured.peak)
-        deviations = runtime.gather(measured.deviation.item())
-        peak = None
-        if None not in peaks:
-            peak = max(peaks)
         results[name, size] = {
             "value": values[task.metric.name],
             "values": values,
             "remark": task.remark(values),
             "samples_per_second": runtime.batch_world * rows / measured.seconds,
-            "peak_bytes": peak,
-            "deviation": max(deviations),
+            "peak_bytes": max(runtime.gather(measured.peak)),
+            "deviation": max(runtime.gather(measured.deviation.item())),
         }
     return results

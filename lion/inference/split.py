@@ -13,6 +13,7 @@ runs the messages of two processes in one order, so that each could wait for a m
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain
     chain.send(-1, last)
 
 
+@dataclass
 class Chain:
     """States that processes pass on, each to the next one, the last one to the first.
 
@@ -83,12 +85,11 @@ class Chain:
             nothing.
     """
 
-    def __init__(self, group: dist.ProcessGroup, states: list[Any]) -> None:
-        self.group = group
-        self.states = states
-        self.first = True
-        self.final = False
-        self.sent: list[tuple[dist.Work, Tensor]] = []
+    group: dist.ProcessGroup
+    states: list[Any]
+    first: bool = True
+    final: bool = False
+    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def receive(self, number: int) -> Any:
         """Return the state of a stage after the piece before."""

@@ -182,7 +182,7 @@ def missing_compiler() -> str | None:
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         return f"no Python headers in {sysconfig.get_path('include')}; install python3-dev"
     cache = compiler_cache()
-    if cache.exists() and os.statvfs(cache).f_flag & os.ST_NOEXEC:
+    if os.statvfs(cache).f_flag & os.ST_NOEXEC:
         return f"{cache} is on a file system without execution (noexec); set TORCHINDUCTOR_CACHE_DIR to another folder"
     return None
 

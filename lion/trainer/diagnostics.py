@@ -178,13 +178,9 @@ def process_peak(once: Callable[[], object], device: torch.device) -> int | None
 
     The memory is counted by the operating system, or as tensors on CUDA. The result is None if it cannot be measured.
     """
-    gc.collect()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        once()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated(device) - before
+        return tensor_peak(once, device)
+    gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)  # memory cached by the allocator would hide the memory of the call
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -195,10 +191,15 @@ def process_peak(once: Callable[[], object], device: torch.device) -> int | None
     return max(0, _read_bytes("/proc/self/status", "VmHWM") - before)
 
 
-def tensor_peak(once: Callable[[], object], device: torch.device) -> int | None:
+def tensor_peak(once: Callable[[], object], device: torch.device) -> int:
     """Measure the peak memory in bytes of the tensors of one call, exactly, as allocated by PyTorch."""
     if device.type == "cuda":
-        return process_peak(once, device)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        once()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(device) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with _without_stderr(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         once()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -70,13 +71,13 @@ class Stopped(Exception):
     """Signal that an evaluation was asked to end early."""
 
 
+@dataclass
 class StoppableBatches:
     """Batches that raise `Stopped` once `stop` returns True, and keep the first; they can be iterated repeatedly."""
 
-    def __init__(self, batches: Iterable[Batch], stop: Callable[[], bool]) -> None:
-        self.batches = batches
-        self.stop = stop
-        self.first: Batch = {}
+    batches: Iterable[Batch]
+    stop: Callable[[], bool]
+    first: Batch = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:

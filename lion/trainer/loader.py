@@ -39,6 +39,7 @@ ENDLESS = 2**62  # number of samples of a run of unknown length
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
 class StepSampler:
     """A sequence of the micro-batches of one process, as lists of (epoch, place, sample).
 
@@ -46,28 +47,15 @@ class StepSampler:
     global batches of `batch` samples, even if the batch size of the steps grows.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        order: Order,
-        batch: int,
-        micro: int,
-        seed: int,
-        start: int,
-        end: int | None,
-        rank: int,
-        world: int,
-    ) -> None:
-        self.size = size
-        self.order = order
-        self.micro = micro
-        self.seed = seed
-        self.start = start
-        self.end = ENDLESS if end is None else end
-        self.rank = rank
-        self.world = world
-        self.per_epoch = size // batch * batch
+    size: int
+    order: Order
+    batch: int
+    micro: int
+    seed: int
+    start: int
+    end: int | None
+    rank: int
+    world: int
 
     def samples(self, count: int) -> list[int]:
         """Return the first `count` samples over all processes, or fewer if the epoch ends before."""
@@ -75,13 +63,15 @@ class StepSampler:
 
     def take(self, first: int, count: int) -> list[tuple[int, int, int]]:
         """Return up to `count` entries (epoch, place, sample) from sample `first` of the run on, within one epoch."""
-        epoch, place = divmod(first, self.per_epoch)
-        places = range(place, min(place + count, self.per_epoch))
+        per_epoch = self.size // self.batch * self.batch
+        epoch, place = divmod(first, per_epoch)
+        places = range(place, min(place + count, per_epoch))
         samples = self.order.samples(places, size=self.size, seed=self.seed, epoch=epoch)
         return [(epoch, place, sample) for place, sample in zip(places, samples)]
 
     def __len__(self) -> int:
-        return (self.end - self.start) // (self.micro * self.world)
+        end = ENDLESS if self.end is None else self.end
+        return (end - self.start) // (self.micro * self.world)
 
     def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
         if not 0 <= i < len(self):
@@ -128,12 +118,12 @@ def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch
     return {**make(list(samples)), **beside}, samples.unreadable
 
 
+@dataclass(frozen=True)
 class SeededDataset(Dataset):
     """A data set whose random augmentation depends on (seed, epoch, place in the epoch, sample) alone."""
 
-    def __init__(self, dataset: Split, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
+    dataset: Split
+    seed: int
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
         seeds = [derive(self.seed, *key) for key in keys]

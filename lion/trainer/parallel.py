@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,13 +89,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True)
 class TrainedModels:
     """Model, averaged model and optimizer, saved and restored together in the same way for DDP and FSDP2."""
 
-    def __init__(self, model: nn.Module, ema: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.ema = ema
-        self.optimizer = optimizer
+    model: nn.Module
+    ema: nn.Module | None
+    optimizer: torch.optim.Optimizer
 
     @property
     def sharded(self) -> bool:
@@ -118,7 +119,8 @@ class TrainedModels:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore tensors that `state` returned, sharded or whole."""
-        options = StateDictOptions(full_state_dict=self.sharded and not is_sharded(state["model"]))
+        held_in_shards = any(isinstance(tensor, DTensor) for tensor in state["model"].values())
+        options = StateDictOptions(full_state_dict=self.sharded and not held_in_shards)
         set_model_state_dict(self.model, state["model"], options=options)
         if self.ema is not None:
             set_model_state_dict(self.ema, state["ema"], options=options)
@@ -130,10 +132,6 @@ class TrainedModels:
         if now != then:
             found = {**found, "param_groups": groups}  # an earlier version spared others from weight decay
         set_optimizer_state_dict(self.model, self.optimizer, found, options=options)
-
-
-def is_sharded(tensors: dict[str, Tensor]) -> bool:
-    return any(isinstance(t, DTensor) for t in tensors.values())
 
 
 def shard_writer(folder: Path, tensors: dict[str, Any], *, beside: bool) -> Callable[[], None]:

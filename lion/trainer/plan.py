@@ -269,18 +269,18 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
     share = least // world
     micro = min(c.micro_batch or share, share)
     if share % micro:
-        fits = [m for m in range(1, share + 1) if share % m == 0]
-        below = max(m for m in fits if m < micro)
-        above = min(m for m in fits if m > micro)
+        below = above = micro
+        while share % below:
+            below -= 1
+        while share % above:
+            above += 1
         raise ConfigError(
             f"trainer.micro_batch: {micro} does not divide the {share} samples of a process, nearest: {below}, {above}"
         )
     seconds = None
-    total = None
+    total = c.steps
     if c.time is not None:
         seconds = to_seconds(c.time)
-    elif c.steps is not None:
-        total = c.steps
     elif c.epochs is not None:
         total = max(1, round(c.epochs * per_epoch))
     peak = recipe.optim.peak(c.batch_size)
