@@ -24,7 +24,7 @@ class Totals:
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self.metrics = [metric for metric in metrics if not isinstance(metric, MetricOfPass)]
-        self.sums: dict[str, list[Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}  # (2,): total and weight
         self.rows: dict[str, list[Tensor]] = {}
         for metric in self.metrics:
             for name in metric.rows:
@@ -33,11 +33,8 @@ class Totals:
     def add(self, outcome: Outcome, mask: Tensor) -> None:
         """Add the outcome of a batch; `mask` (B,) is True for real samples and False for padding."""
         for name, (total, weight) in outcome.sums.items():
-            pair = [total.double(), weight.double()]
-            if name in self.sums:
-                before = self.sums[name]
-                pair = [before[0] + pair[0], before[1] + pair[1]]
-            self.sums[name] = pair
+            pair = torch.stack((total.double(), weight.double()))
+            self.sums[name] = self.sums.get(name, 0) + pair
         for name, kept in self.rows.items():
             kept.append(outcome.rows[name][mask])
 
@@ -48,23 +45,16 @@ class Totals:
         """
         means = {}
         if self.sums:
-            own = []
-            for pair in self.sums.values():
-                own.extend(pair)
-            sums = runtime.sum(*own).tolist()
-            for i, name in enumerate(self.sums):
-                means[name] = divided(sums[2 * i], sums[2 * i + 1])
+            sums = runtime.sum(*self.sums.values()).tolist()
+            for name, (total, weight) in zip(self.sums, sums):
+                means[name] = math.nan
+                if weight:
+                    means[name] = total / weight
         rows = {}
         for name, kept in self.rows.items():
             parts = runtime.gather(torch.cat(kept).cpu())
             rows[name] = torch.cat(parts[:: runtime.sequence])  # processes that share rows have the same outputs
         return {metric.name: metric.value(means, rows) for metric in self.metrics}
-
-
-def divided(total: float, weight: float) -> float:
-    if not weight:
-        return math.nan
-    return total / weight
 
 
 class Stopped(Exception):

@@ -69,7 +69,7 @@ class Runtime:
         return self.world // self.sequence
 
     def sum(self, *values: Tensor) -> Tensor:
-        """Sum every value over all processes; return one float64 tensor with an element per value."""
+        """Sum values of equal shapes over all processes; return one float64 tensor with an element per value."""
         total = torch.stack([v.detach().to(self.device, torch.float64) for v in values])
         if self.world > 1:
             dist.all_reduce(total)
@@ -338,11 +338,13 @@ def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[N
 
 def cpu_name() -> str:
     """Return the CPU model and its vector instructions, which both affect the choice of kernels."""
+    name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {torch.backends.cpu.get_cpu_capability()}"
-    return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+                name = line.partition(":")[2].strip()
+                break
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def name_of(device: torch.device) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 
 from lion.config import ConfigError, rounding, to_dict
+from lion.layers.optim_factors import OptimFactors
 from lion.recipe import differences
 from lion.trainer.checkpoint_files import (
     FOLDER,
@@ -26,7 +27,6 @@ from lion.trainer.checkpoint_files import (
     write_manifest,
 )
 from lion.trainer.faults import FaultsConfig, RunError
-from lion.trainer.optim import Factors
 from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import state_of, tiny_recipe
@@ -89,7 +89,7 @@ def test_a_run_resumes_where_other_parameters_have_weight_decay(tmp_path, path, 
     """Check a checkpoint of a version that grouped the parameters otherwise: the moments are kept."""
 
     def alike(model, rule):
-        return {name: Factors(1, 1) for name, _ in model.named_parameters()}
+        return {name: OptimFactors(1, 1) for name, _ in model.named_parameters()}
 
     with monkeypatch.context() as patch:
         patch.setattr("lion.trainer.optim.factors", alike)
