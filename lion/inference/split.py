@@ -55,8 +55,7 @@ def read_in_turn(model: GPT, rows: list[list[int]], group: dist.ProcessGroup) ->
             position = position + real.sum(1)
     states = chain.shared((len(pieces) - 1) % count)
     last = states.pop()
-    logits = model.logits(last[:, None])[:, 0]
-    return logits, GPTState(position, states)
+    return model.logits(last), GPTState(position, states)
 
 
 def read_piece(model: GPT, tokens: Tensor, real: Tensor, position: Tensor, chain: Chain) -> None:

@@ -246,8 +246,7 @@ def read(model: GPT, rows: list[list[int]]) -> tuple[Tensor, Any]:
         for piece, real in zip(tokens.split(PIECE, 1), valid.split(PIECE, 1)):
             x, state = model.encode_next(piece, state, None if real.all() else real)
             last = torch.where(real.any(1, keepdim=True), last_valid(x, real), last)
-    logits = model.logits(last[:, None])
-    return logits[:, 0], state
+    return model.logits(last), state
 
 
 @torch.inference_mode()
@@ -257,7 +256,7 @@ def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
     tokens, valid = padded([row[-longest:] for row in rows], model.tokens.weight.device)
     x = model.encode(tokens)
     last = last_valid(x, valid)  # padding comes after the last token, which does not see it
-    return model.logits(last[:, None])[:, 0]
+    return model.logits(last)
 
 
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
     return x.to(device)
 
 
-def are_counts(*values: Any) -> bool:
+def are_counts(values: tuple[Any, ...]) -> bool:
     """Return whether all values are whole numbers above 0."""
     return all(isinstance(n, int) and n > 0 for n in values)
 
@@ -101,9 +101,10 @@ class Info(ABC):
         Raises:
             LookupError, TypeError, ValueError: `values` is not such a result.
         """
-        fields = {}
+        fields = dict(values)
         for name, value in values.items():
-            fields[name] = tuple(value) if isinstance(value, list) else value
+            if isinstance(value, list):
+                fields[name] = tuple(value)
         return cls(**fields)
 
     @property

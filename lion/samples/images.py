@@ -32,8 +32,8 @@ class ImageInfo(Info):
 
     def __post_init__(self) -> None:
         counts = (*self.size, self.channels)
-        colours = (*self.mean, *self.std)
-        if len(self.size) != 2 or not are_counts(*counts):
+        colours = self.mean + self.std
+        if len(self.size) != 2 or not are_counts(counts):
             raise ValueError(f"expected height, width and channels above 0, got {counts}")
         each = len(self.mean) == len(self.std) == self.channels
         if not each or not all(isinstance(x, (int, float)) for x in colours):

@@ -35,7 +35,7 @@ class TokenLabelsInfo(Info):
 
     def __post_init__(self) -> None:
         counts = (self.classes, self.length, self.longest, self.vocabulary, self.ids)
-        if not are_counts(*counts):
+        if not are_counts(counts):
             raise ValueError(f"expected classes, length, longest, vocabulary and ids above 0, got {counts}")
 
     @property

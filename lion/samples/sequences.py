@@ -60,7 +60,7 @@ class SequenceInfo(Info):
     def __post_init__(self) -> None:
         vocabulary = 1 if self.vocabulary is None else self.vocabulary
         counts = (self.classes, self.length, vocabulary)
-        if not are_counts(*counts) or self.parts not in (1, 2):
+        if not are_counts(counts) or self.parts not in (1, 2):
             raise ValueError(
                 f"expected classes, length and vocabulary above 0 and parts 1 or 2, got {(*counts, self.parts)}"
             )

@@ -58,7 +58,7 @@ class TextInfo(Info):
 
     def __post_init__(self) -> None:
         named = isinstance(self.tokenizer, str) and isinstance(self.fingerprint, str)
-        if not are_counts(self.vocabulary, self.length) or not named:
+        if not are_counts((self.vocabulary, self.length)) or not named:
             got = (self.vocabulary, self.length, self.tokenizer, self.fingerprint)
             raise ValueError(f"expected vocabulary, length, tokenizer and fingerprint, got {got}")
         for name, i in dict(self.special).items():
