@@ -30,7 +30,7 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def save_json(path: Path, values: Any) -> None:
-    write_atomic(path, lambda file: file.write((json.dumps(values, indent=2) + "\n").encode()))
+    save_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def save_text(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from lion.config import ConfigError
 from lion.samples.order import Order, Shuffled
 
 Batch = dict[str, Tensor]
+Collate = Callable[[list[Any]], Batch]  # makes a batch from a list of samples
 
 
 def moved(x: Tensor, device: torch.device | str) -> Tensor:
@@ -68,7 +69,7 @@ class Splits(NamedTuple):
     val: Split
     test: Split | None
     info: Info
-    collate: Callable[[list[Any]], Batch] = default_collate
+    collate: Collate = default_collate
     order: Order = Shuffled()
     more: Mapping[str, Split] = MappingProxyType({})
     fingerprint: str | None = None

@@ -14,7 +14,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lion.config import ConfigError
-from lion.samples.base import Batch, DeviceDataset, Split, Unreadable, moved
+from lion.samples.base import Batch, Collate, DeviceDataset, Split, Unreadable, moved
 from lion.samples.order import Order
 from lion.samples.seeds import derive
 from lion.trainer.faults import FaultsConfig, RunError, full_disk
@@ -37,6 +37,7 @@ NO_SHARED_MEMORY = (
 SEARCH = 100  # following samples that are tried instead of an unreadable sample
 ENDLESS = 2**62  # number of samples of a run of unknown length
 CPU = torch.device("cpu")
+Entries = list[tuple[int, int, int]]  # (epoch, place in the epoch, sample)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class StepSampler:
         """Return the first `count` samples over all processes, or fewer if the epoch ends before."""
         return [sample for _, _, sample in self.take(self.start, count)]
 
-    def take(self, first: int, count: int) -> list[tuple[int, int, int]]:
+    def take(self, first: int, count: int) -> Entries:
         """Return up to `count` entries (epoch, place, sample) from sample `first` of the run on, within one epoch."""
         per_epoch = self.size // self.batch * self.batch
         epoch, place = divmod(first, per_epoch)
@@ -73,12 +74,12 @@ class StepSampler:
         end = ENDLESS if self.end is None else self.end
         return (end - self.start) // (self.micro * self.world)
 
-    def __getitem__(self, i: int) -> list[tuple[int, int, int]]:
+    def __getitem__(self, i: int) -> Entries:
         if not 0 <= i < len(self):
             raise IndexError(i)
         return self.take(self.start + (i * self.world + self.rank) * self.micro, self.micro)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
+    def __iter__(self) -> Iterator[Entries]:
         return (self[i] for i in range(len(self)))
 
 
@@ -110,7 +111,7 @@ class Samples(list):
         return None
 
 
-def collate(samples: Samples, make: Callable[[list[Any]], Batch]) -> tuple[Batch | None, list[tuple[int, str]]]:
+def collate(samples: Samples, make: Collate) -> tuple[Batch | None, list[tuple[int, str]]]:
     """Make a batch with `make`; return the batch, or None if a sample is missing, and the unreadable samples."""
     if any(s is None for s in samples):
         return None, samples.unreadable
@@ -125,11 +126,11 @@ class SeededDataset(Dataset):
     dataset: Split
     seed: int
 
-    def __getitems__(self, keys: list[tuple[int, int, int]]) -> Samples:
+    def __getitems__(self, keys: Entries) -> Samples:
         seeds = [derive(self.seed, *key) for key in keys]
         return Samples(self.dataset, [index for _, _, index in keys], seeds)
 
-    def batch(self, keys: list[tuple[int, int, int]], device: torch.device) -> Batch:
+    def batch(self, keys: Entries, device: torch.device) -> Batch:
         """Make a whole batch with a `DeviceDataset`, whose augmentation depends on (seed, epoch, first place)."""
         epoch, place, _ = keys[0]
         generator = torch.Generator(device).manual_seed(derive(self.seed, epoch, place))
@@ -208,7 +209,7 @@ class Loading:
         device: Device on which the batches are used.
     """
 
-    collate: Callable[[list[Any]], Batch] = default_collate
+    collate: Collate = default_collate
     workers: int = 0
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     device: torch.device = CPU

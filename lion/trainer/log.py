@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lion.files import write_atomic
+from lion.files import save_text
 from lion.progress import progress
 from lion.trainer.faults import full_disk
 
@@ -236,7 +236,7 @@ def cut_metrics(path: Path, keep: Callable[[dict], bool]) -> list[dict]:
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
     text = "".join(json.dumps(values) + "\n" for values in kept)
-    write_atomic(path, lambda file: file.write(text.encode()))
+    save_text(path, text)
     return kept
 
 
