@@ -20,10 +20,9 @@ def read_layers(path: Path, seen: tuple[str, ...] = ()) -> list[tuple[str, dict]
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         others = []
-        if os.path.isdir(path.parent):
-            for other in path.parent.glob("*.yaml"):
-                if other.exists() and os.path.realpath(other) not in seen:
-                    others.append(other.name)
+        for other in path.parent.glob("*.yaml"):
+            if other.exists() and os.path.realpath(other) not in seen:
+                others.append(other.name)
         if path.is_symlink():
             raise ConfigError(f"{path}: a link to {os.readlink(path)}, which does not exist") from None
         near = nearest(path.name, others, otherwise="")

@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,19 @@ log = logging.getLogger("lion")
 TENSORS = ("model", "ema", "optimizer")  # in a plain checkpoint, beside the `plain` of `save_last`
 
 
+@dataclass
 class Checkpointer:
     """The checkpoints of one run; `saved` is the step of the newest checkpoint that the run can resume from.
 
     At most one checkpoint at a time is written beside training: a save, and `finish`, wait for the one before.
     """
 
-    def __init__(self, run: Path, learner: TrainedModels, runtime: Runtime, *, keep: int) -> None:
-        self.run = run
-        self.learner = learner
-        self.runtime = runtime
-        self.keep = keep
-        self.saved: int | None = None
-        self.writing: Writing | None = None
+    run: Path
+    learner: TrainedModels
+    runtime: Runtime
+    keep: int
+    saved: int | None = None
+    writing: Writing | None = None
 
     @property
     def kept(self) -> str:

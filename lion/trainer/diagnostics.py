@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,15 +32,17 @@ from lion.trainer.state import RunState
 log = logging.getLogger("lion")
 
 
+@dataclass
 class Monitor:
     """Reporter of training metrics; each line covers the steps since the previous line."""
 
-    def __init__(self, state: RunState, batches: Batches, out: RunLog | NoLog) -> None:
-        self.state = state
-        self.batches = batches
-        self.out = out
-        self.skipped = 0  # number of skipped steps at the last report
-        self.saving = 0.0
+    state: RunState
+    batches: Batches
+    out: RunLog | NoLog
+    skipped: int = 0  # number of skipped steps at the last report
+    saving: float = 0.0
+
+    def __post_init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:

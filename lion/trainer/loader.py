@@ -137,8 +137,9 @@ class SeededDataset(Dataset):
         return cast(DeviceDataset, self.dataset).batch([index for _, _, index in keys], device, generator)
 
 
+@dataclass(frozen=True)
 class PaddedDataset(Dataset):
-    """An evaluation split, or the `chosen` samples of it, padded to whole batches, with the columns `mask` and `key`.
+    """The `chosen` samples of an evaluation split, padded to whole batches, with the columns `mask` and `key`.
 
     `mask` (B,) is False for padding and for samples that cannot be read. `key` (B,), int64, depends on (seed, split,
     sample) alone. Noise generated from `key` (`lion.samples.seeds.uniform`) is the same for every model, form, batch
@@ -146,11 +147,10 @@ class PaddedDataset(Dataset):
     generator while it reads a sample.
     """
 
-    def __init__(self, dataset: Split, seed: int, split: str, chosen: Sequence[int] | None = None) -> None:
-        self.dataset = dataset
-        self.seed = seed
-        self.split = split
-        self.chosen = range(len(dataset)) if chosen is None else chosen
+    dataset: Split
+    seed: int
+    split: str
+    chosen: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -342,6 +342,8 @@ def eval_batches(
 
     `chosen` are the indices of the samples to use, by default all.
     """
+    if chosen is None:
+        chosen = range(len(dataset))
     padded = PaddedDataset(dataset, seed, split, chosen)
     rounds = -(-len(padded) // (batch * world))
     first = rank * batch * rounds

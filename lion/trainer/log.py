@@ -114,14 +114,11 @@ class RunLog:
             for name, value in values.items():
                 self.board.add_scalar(tag(kind, name, self.selecting), value, step)
 
-    def histograms(self, step: int, kind: str, values: dict[str, Histogram]) -> None:
-        """Write histograms to TensorBoard.
-
-        TensorBoard sorts kinds alphabetically, so the kind "λ" comes after every metric.
-        """
+    def histograms(self, step: int, values: dict[str, Histogram]) -> None:
+        """Write histograms of decays to TensorBoard, which sorts them after every metric, because of the name "λ"."""
         with self.space():
             for name, value in values.items():
-                self.board.add_histogram_raw(f"{kind}/{name}", global_step=step, **value._asdict())
+                self.board.add_histogram_raw(f"λ/{name}", global_step=step, **value._asdict())
 
     def show(self, step: int, values: dict[str, Tensor | str]) -> None:
         """Write images (channels, height, width) and texts to TensorBoard."""

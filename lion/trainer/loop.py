@@ -299,7 +299,7 @@ class Trainer:
             self.out.write(state.step, kind, values, **state.place())
         first = to_device(splits["val"].first, self.runtime.device)
         with self.runtime.seeded(derive(self.plan.seed, "val")):
-            self.out.histograms(state.step, "λ", decay_histograms(self.model, first, self.task))
+            self.out.histograms(state.step, decay_histograms(self.model, first, self.task))
             self.out.show(state.step, progress_of(self.models[-1], first, self.task))
         state.evaluated = state.step
         names = [metric.name for metric in self.task.metrics if not metric.partial]

@@ -295,20 +295,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), place, has_gauss, cached))
 
 
-def conditions(runtime: Runtime) -> dict[str, Any]:
-    """Return the conditions, besides the recipe, that the last bit of a result depends on."""
-    cuda = runtime.device.type == "cuda"
-    return {
-        "torch": str(torch.__version__),
-        "device": name_of(runtime.device),
-        "processes": runtime.world,
-        "sequence": runtime.sequence,
-        "threads": torch.get_num_threads(),
-        "deterministic": not cuda or torch.are_deterministic_algorithms_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
-    }
-
-
 @contextlib.contextmanager
 def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[None]:
     """Set `work.stopping` on SIGINT or SIGTERM, so that `work` ends in good order; a second signal ends it at once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lion.tasks.base import Task
 from lion.trainer.loader import Batches, Loading, StepSampler, eval_batches, train_batches
 from lion.trainer.optim import learning_rate
 from lion.trainer.plan import Plan
-from lion.trainer.runtime import Runtime, conditions, random_state, restore_random_state, seed_everything
+from lion.trainer.runtime import Runtime, name_of, random_state, restore_random_state, seed_everything
 
 log = logging.getLogger("lion")
 
@@ -202,12 +203,19 @@ class RunState:
         return f"step {self.step}, {time_text(self.seconds)} of {self.plan.trainer.time}"
 
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions that must be equal for bitwise equal results."""
+        """Return the conditions, besides the recipe, that the last bit of a result depends on."""
+        runtime = self.runtime
         parallel = "none"
-        if self.runtime.world > 1:
+        if runtime.world > 1:
             parallel = self.plan.trainer.parallel
         return {
-            **conditions(self.runtime),
+            "torch": str(torch.__version__),
+            "device": name_of(runtime.device),
+            "processes": runtime.world,
+            "sequence": runtime.sequence,
+            "threads": torch.get_num_threads(),
+            "deterministic": runtime.device.type != "cuda" or torch.are_deterministic_algorithms_enabled(),
+            "matmul": torch.get_float32_matmul_precision(),
             "micro_batch": self.plan.micro,
             "parallel": parallel,
             "compiled": self.compiled,
@@ -292,7 +300,7 @@ class SaveTimer:
 
     def __init__(self, seconds: float | None) -> None:
         self.seconds = seconds
-        self.started = time.monotonic()
+        self.restart()
 
     def restart(self) -> None:
         self.started = time.monotonic()
@@ -346,14 +354,18 @@ class FiniteGuard:
         return int(skipped), int(row)
 
 
+@dataclass(frozen=True)
 class RunData:
     """The training split and the held-out splits in batches; `workers` is the number of loader processes."""
 
-    def __init__(self, splits: Splits, plan: Plan, runtime: Runtime, *, workers: int = 0) -> None:
-        self.splits = splits
-        self.plan = plan
-        self.runtime = runtime
-        self.loading = Loading(splits.collate, workers, plan.trainer.faults, runtime.device)
+    splits: Splits
+    plan: Plan
+    runtime: Runtime
+    workers: int = 0
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(self.splits.collate, self.workers, self.plan.trainer.faults, self.runtime.device)
 
     def sampler(self, start: int) -> StepSampler:
         """Return the sampler of this process's micro-batches, from sample `start` of the run on."""
