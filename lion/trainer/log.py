@@ -56,12 +56,14 @@ class RunLog:
         self.pending = b""  # lines that a full disk has not accepted yet
         self.full = False
         self.board = SummaryWriter(str(folder), purge_step=start + evaluated)  # TensorBoard names it after its folder
-        shown: dict[str, Any] = dict(desc=folder.name, unit=unit, leave=True, delay=0)
+        look = None
         if unit == "s":  # a rate in seconds per second would say nothing
-            shown["bar_format"] = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
+            look = "{l_bar}{bar}| {n_fmt}/{total_fmt} s [{remaining} left{postfix}]"
         self.name = folder.name
         self.started = False
-        self.bar = progress(total=round(total), initial=round(done), **shown)
+        self.bar = progress(
+            total=round(total), initial=round(done), desc=folder.name, unit=unit, leave=True, delay=0, bar_format=look
+        )
         self.redirect = logging_redirect_tqdm()
         self.redirect.__enter__()
         self.hook = threading.excepthook

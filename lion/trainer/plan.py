@@ -297,8 +297,6 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         ramp = run.span("trainer.batch_ramp", c.batch_ramp)
         if ramp > (seconds or total or 0):
             raise ConfigError(f"trainer.batch_ramp: {c.batch_ramp!r} is longer than the run, nearest: '100%'")
-    warmup = run.span("schedule.warmup", recipe.schedule.warmup)
-    eval_every = run.every("trainer.eval_every", c.eval_every)
     save_seconds = to_seconds(c.save_every)
     save_every = None
     if not save_seconds:
@@ -311,11 +309,11 @@ def make_plan(recipe: TrainingRecipe, *, samples: int, world: int) -> Plan:
         total=total,
         seconds=seconds,
         steps_per_epoch=per_epoch,
-        warmup=warmup,
+        warmup=run.span("schedule.warmup", recipe.schedule.warmup),
         ramp=ramp,
         micro=micro,
         accumulation=c.batch_size // (micro * world),
-        eval_every=eval_every,
+        eval_every=run.every("trainer.eval_every", c.eval_every),
         save_every=save_every,
         save_seconds=save_seconds,
         rounding=rounding(recipe),

@@ -366,9 +366,7 @@ def git(*args: str) -> str | None:
     if not (clone / ".git").exists():  # an installed wheel, perhaps inside the repository of another project
         return None
     try:
-        out = subprocess.run(["git", *args], cwd=clone, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if out.returncode != 0:
+        out = subprocess.run(["git", *args], cwd=clone, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
     return out.stdout.strip()
