@@ -322,11 +322,6 @@ def ignore(number: int, frame: Any) -> None:
     """Do nothing, as a signal handler."""
 
 
-def train_batches(dataset: Split, sampler: StepSampler, loading: Loading) -> Batches:
-    """Return the micro-batches of this process that the sampler selects, across epochs."""
-    return Batches(SeededDataset(dataset, sampler.seed), sampler, loading)
-
-
 def eval_batches(
     dataset: Split,
     loading: Loading,

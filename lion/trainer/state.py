@@ -16,7 +16,7 @@ from lion.config import ConfigError
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.tasks.base import Task
-from lion.trainer.loader import Batches, Loading, StepSampler, eval_batches, train_batches
+from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches
 from lion.trainer.optim import learning_rate
 from lion.trainer.plan import Plan
 from lion.trainer.runtime import Runtime, name_of, random_state, restore_random_state, seed_everything
@@ -383,8 +383,8 @@ class RunData:
         )
 
     def train(self, start: int) -> Batches:
-        """Return the training batches from sample `start` of the run on, across epochs."""
-        return train_batches(self.splits.train, self.sampler(start), self.loading)
+        """Return the micro-batches of this process from sample `start` of the run on, across epochs."""
+        return Batches(SeededDataset(self.splits.train, self.plan.seed), self.sampler(start), self.loading)
 
     def held_out(self) -> dict[str, Batches]:
         """Return the held-out splits: first `val`, which selects the best checkpoint, then `more` as `val_NAME`."""

@@ -23,7 +23,7 @@ from lion.samples.order import Shuffled
 from lion.trainer import checkpointer, parallel
 from lion.trainer.checkpoint_files import check_space, newest
 from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice, os_error_text
-from lion.trainer.loader import Loading, StepSampler, eval_batches, train_batches
+from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
 from tests.helpers import ROOT, here, tiny_recipe
@@ -59,7 +59,7 @@ class Shaky(Dataset):
 
 def stream(dataset, workers=0, faults=None):
     sampler = StepSampler(len(dataset), order=Shuffled(), batch=8, micro=4, seed=3, start=0, end=48, rank=0, world=1)
-    return train_batches(dataset, sampler, Loading(workers=workers, faults=faults or FaultsConfig()))
+    return Batches(SeededDataset(dataset, 3), sampler, Loading(workers=workers, faults=faults or FaultsConfig()))
 
 
 def values(batches):

@@ -6,7 +6,7 @@ from lion.config import ConfigError
 from lion.samples.base import DeviceDataset
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.seeds import uniform
-from lion.trainer.loader import Loading, StepSampler, eval_batches, steps_per_epoch, train_batches
+from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches, steps_per_epoch
 
 ORDER = Shuffled()
 
@@ -27,7 +27,7 @@ class Noisy(Dataset):
 def batches(*, size=23, batch=8, micro=8, start=0, total=7, rank=0, world=1, workers=0, order=ORDER):
     where = {"start": start * batch, "end": total * batch, "rank": rank, "world": world}
     sampler = StepSampler(size, order=order, batch=batch, micro=micro, seed=3, **where)
-    loader = train_batches(Noisy(size), sampler, Loading(workers=workers))
+    loader = Batches(SeededDataset(Noisy(size), 3), sampler, Loading(workers=workers))
     return [(b["index"].tolist(), b["draw"].tolist()) for b in loader]
 
 
@@ -136,7 +136,7 @@ def side_by_side(samples):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_data_set_may_make_its_batches_of_samples_itself(workers):
     sampler = StepSampler(9, order=ORDER, batch=3, micro=3, seed=1, start=0, end=9, rank=0, world=1)
-    seen = list(train_batches(Ragged(), sampler, Loading(side_by_side, workers)))
+    seen = list(Batches(SeededDataset(Ragged(), 1), sampler, Loading(side_by_side, workers)))
     assert sorted(n for b in seen for n in b["lengths"].tolist()) == list(range(9))
     assert all(len(b["numbers"]) == b["lengths"].sum() for b in seen)
     seen = list(evaluation(Ragged(), collate=side_by_side, workers=workers))
@@ -162,8 +162,8 @@ def test_a_data_set_that_makes_its_own_batches():
     def sampler(start, seed=3):
         return StepSampler(10, order=ORDER, batch=4, micro=2, seed=seed, start=4 * start, end=20, rank=0, world=1)
 
-    def batches(*args):
-        return list(train_batches(Whole(), sampler(*args), Loading(workers=2)))
+    def batches(start, seed=3):
+        return list(Batches(SeededDataset(Whole(), seed), sampler(start, seed), Loading(workers=2)))
 
     found = batches(0)
     for step in range(5):
