@@ -225,7 +225,7 @@ def test_only_the_last_token_of_a_prompt_has_logits(mode):
     seen, model = [], gpt()
     model.logits = lambda x, logits=model.logits: seen.append(tuple(x.shape)) or logits(x)
     Continuation.of(model, mode, [[1] * 30, [2] * 7])
-    assert seen == [(2, 1, 24)]
+    assert seen == [(2, 24)]
 
 
 def test_a_cache_has_room_for_what_is_to_come_alone(monkeypatch):
