@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from lion.config import ConfigError
 from lion.layers.layout import ROW_MAJOR
 from lion.layers.mixers import SOFTMAX
 from lion.recipe import Recipe
-from lion.samples.images import ImageInfo, numbered
-from tools.convert.base import Converter, Setting, checked, no_place
+from lion.samples.images import ImageInfo
+from tools.convert.base import Setting
 from tools.convert.files import CheckpointContents
+from tools.convert.images import CLS, NAMES, PATCH, ImageConverter
 
 # parts that only models of `lion.timm` have
 PARTS = (
     r"skip|conv_skip|bonus|(?:decays|rotation|token_shift|conv|kv_shift|qk_norm|head_norm|out_norm|out_gate)\.[\w.]+"
 )
-NAMES = (  # their name, our name, sign; their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
-    (r"patch_embed\.proj\.(\w+)", r"patch.\1", 1),
-    (r"cls_token", r"cls", 1),
-    (r"pos_embed", r"position", 1),
-    (r"blocks\.(\d+)\.((norm1|norm2|mlp\.fc1|mlp\.fc2)\.\w+)", r"encoder.blocks.\1.\2", 1),
-    (r"blocks\.(\d+)\.attn\.((qkv|proj)\.\w+)", r"encoder.blocks.\1.attention.\2", 1),
-    (r"blocks\.(\d+)\.attn\.a_i", r"encoder.blocks.\1.attention.decays.0.a", 1),
-    (r"blocks\.(\d+)\.attn\.a2_i", r"encoder.blocks.\1.attention.decays.1.a", 1),
-    (r"blocks\.(\d+)\.attn\.a_i\.(\w+)", r"encoder.blocks.\1.attention.decays.0.gate.\2", -1),
-    (r"blocks\.(\d+)\.attn\.a2_i\.(\w+)", r"encoder.blocks.\1.attention.decays.1.gate.\2", -1),
-    (rf"blocks\.(\d+)\.attn\.({PARTS})", r"encoder.blocks.\1.attention.\2", 1),
-    (r"tpe\.(\w+)", r"encoder.tpe.\1", 1),
-    (r"norm\.(\w+)", r"encoder.norm.\1", 1),
-    (r"head\.(\w+)", r"head.\1", 1),
-)
-NEEDED = {"patch_embed.proj.weight": 4, "cls_token": 3, "blocks.0.norm1.weight": 1, "head.weight": 2}  # number of axes
-OPTIONAL = "cls_token"
+BLOCK = r"encoder.blocks.\1."
+GATE = r"blocks\.\d+\.attn\.a2?_i\.\w+"  # their selective decay is 1 - sigmoid(W x + b), ours is sigmoid(W x + b)
 OWN = "vit_lion_"  # the names of its models
 ATTENTION = ("direction", "feature_map", "normalize", "decay_convention", "decay_temperature", "rotation")
 ORDER_S = ("row_snake", "column_snake")  # scans of a_i and a2_i
@@ -47,35 +29,37 @@ MASKS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}  # the aut
 HEADS = {"tiny": 3, "small": 6, "base": 12}  # by the size in the names of their models and of DeiT's models
 
 
-class ViTConverter(Converter):
+class ViTConverter(ImageConverter):
     """A converter of vision transformers.
 
-    The checkpoint determines the number of classes, and whether the model has position embeddings. Neither shapes nor
-    names distinguish softmax from Lion-lit, show the number of heads (unless there is a decay per head), or show the
-    readout (`cls` if the authors' code ran with --cls_tok).
+    The checkpoint also determines whether the model has position embeddings. Neither shapes nor names distinguish
+    softmax from Lion-lit, show the number of heads (unless there is a decay per head), or show the readout (`cls` if
+    the authors' code ran with --cls_tok).
     """
 
     trusted = ("model.mixer", "model.num_heads", "model.readout", "data.mean", "data.std")
     of_own = ("model.mlp", "model.norm_eps", *(f"model.attention.{name}" for name in ATTENTION))  # of `lion.timm`
+    names: ClassVar[dict[str, str]] = {
+        **NAMES,
+        r"blocks\.(\d+)\.((norm1|norm2|mlp\.fc1|mlp\.fc2)\.\w+)": rf"{BLOCK}\2",
+        r"blocks\.(\d+)\.attn\.((qkv|proj)\.\w+)": rf"{BLOCK}attention.\2",
+        r"blocks\.(\d+)\.attn\.a_i": rf"{BLOCK}attention.decays.0.a",
+        r"blocks\.(\d+)\.attn\.a2_i": rf"{BLOCK}attention.decays.1.a",
+        r"blocks\.(\d+)\.attn\.a_i\.(\w+)": rf"{BLOCK}attention.decays.0.gate.\2",
+        r"blocks\.(\d+)\.attn\.a2_i\.(\w+)": rf"{BLOCK}attention.decays.1.gate.\2",
+        rf"blocks\.(\d+)\.attn\.({PARTS})": rf"{BLOCK}attention.\2",
+        r"tpe\.(\w+)": r"encoder.tpe.\1",
+        r"norm\.(\w+)": r"encoder.norm.\1",
+    }
+    needed: ClassVar[dict[str, int]] = {PATCH: 4, CLS: 3, "blocks.0.norm1.weight": 1, "head.weight": 2}
+    optional = (CLS,)
+    whose = "a classifier of LION, DeiT, timm's ViT or lion.timm"
+    blocks = "blocks"
 
-    def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
-        theirs = held.weights
-        ours: dict[str, Tensor] = {}
-        for name, axes in NEEDED.items():
-            if name == OPTIONAL and name not in theirs:
-                continue
-            if not torch.is_tensor(theirs.get(name)) or theirs[name].dim() != axes:
-                whose = "a classifier of LION, DeiT, timm's ViT or lion.timm"
-                raise ConfigError(f"{held.path}: no {name} with {axes} axes: not {whose}")
-        for name, value in theirs.items():
-            for pattern, our, sign in NAMES:
-                match = re.fullmatch(pattern, name)
-                if match:
-                    ours[match.expand(our)] = sign * checked(name, value, held.path)
-                    break
-            else:
-                raise no_place(name, held.path)
-        return ours
+    def turned(self, name: str, value: Tensor) -> Tensor:
+        if re.fullmatch(GATE, name):
+            return -value
+        return value
 
     def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         """Select the preset of the authors' code: it differs from their paper, and the weights were trained with it.
@@ -92,10 +76,9 @@ class ViTConverter(Converter):
     ) -> Iterator[Setting]:
         theirs = held.weights
         c = recipe.model.resolved()
-        patch = theirs["patch_embed.proj.weight"]
         a = [name for name in theirs if name.startswith("blocks.0.attn.a_i")]
         a2 = [name for name in theirs if name.startswith("blocks.0.attn.a2_i")]
-        cls = OPTIONAL in theirs
+        cls = CLS in theirs
         own = is_own(held)
         if a:
             mixer = "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s"
@@ -105,21 +88,11 @@ class ViTConverter(Converter):
         if not own:
             seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
             yield Setting("model.attention.scans", ORDER_S if a2 else ROW_MAJOR, c.attention.scans, seen)
-        yield Setting("model.cls", cls, c.cls, OPTIONAL if cls else f"there is no {OPTIONAL}")
-        yield Setting("model.dim", len(patch), c.dim, "patch_embed.proj.weight")
+        yield Setting("model.cls", cls, c.cls, CLS if cls else f"there is no {CLS}")
+        yield Setting("model.dim", len(theirs[PATCH]), c.dim, PATCH)
         if a:
             yield Setting("model.num_heads", len(theirs[a[0]]), c.num_heads, a[0])
-        yield Setting("model.patch_size", tuple(patch.shape[2:]), c.patch_size, "patch_embed.proj.weight")
-        yield Setting("data.channels", patch.shape[1], info.channels, "patch_embed.proj.weight")
-        blocks = {n: int(n.split(".")[1]) for n in theirs if n.startswith("blocks.")}
-        last = max(blocks, key=blocks.get)
-        yield Setting("model.depth", blocks[last] + 1, c.depth, last)
-        if "pos_embed" in theirs:
-            places = theirs["pos_embed"].numel() // c.dim - cls
-            (height, width), (rows, columns) = info.size, c.patch_size
-            side = math.isqrt(max(places, 0))
-            if side * side == places != (height // rows) * (width // columns):
-                yield Setting("data.image_size", (side * rows, side * columns), info.size, "pos_embed")
+        yield from self.sizes(theirs, recipe, info)
         yield from self.arguments(held.said, recipe)
 
     def arguments(self, said: dict[str, Any], recipe: Recipe) -> Iterator[Setting]:
@@ -141,10 +114,7 @@ class ViTConverter(Converter):
 
     def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: ImageInfo) -> ImageInfo:
         recipe.model.position_embedding = "position" in ours
-        classes = len(ours["head.weight"])
-        if classes == len(info.classes):
-            return info
-        return dataclasses.replace(info, classes=numbered(classes))
+        return super().fit(held, ours, recipe, info)
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
