@@ -15,7 +15,7 @@ from data.text.tokenizers import make_tokenizer
 from lion.transformers import LionConfig, LionForCausalLM, LionForMaskedLM, LionForSequenceClassification
 from lion.transformers.remote import AUTO
 from tests.helpers import ROOT, glue_folder
-from tools.export.hub import save_tokenizer
+from tools.export.transformers import save_tokenizer
 
 
 def rows(folder, split, tokenizer):

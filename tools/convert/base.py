@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from data.text.store import TOKENIZER
+from data.text.tokenizers import open_tokenizer
 from lion.config import ConfigError
 from lion.recipe import Recipe
 from lion.samples.base import Info
@@ -72,16 +74,15 @@ class Converter(ABC):
         """Return the metadata of the data of the recipe."""
         return describe_data(recipe, look=False)[0]
 
-    @abstractmethod
     def settings(
         self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info
-    ) -> Iterator[Setting]:
-        """Yield the settings shown by shapes, names, and metadata stored with the weights.
+    ) -> Iterable[Setting]:
+        """Return the settings shown by shapes, names, and metadata stored with the weights.
 
         A setting is computed only if all settings before it agree with the recipe.
         """
+        return ()
 
-    @abstractmethod
     def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
         """Fit the recipe and the weights to each other, in place.
 
@@ -94,6 +95,7 @@ class Converter(ABC):
         Raises:
             ConfigError: Recipe and weights cannot be fitted to each other.
         """
+        return info
 
     def keep(self, held: CheckpointContents, recipe: Recipe) -> dict[str, str]:
         """Return text files to store in the run folder, by name; their paths are set in the recipe."""
@@ -102,6 +104,13 @@ class Converter(ABC):
     @abstractmethod
     def describe(self, held: CheckpointContents, recipe: Recipe, info: Info) -> str:
         """Describe the converted model, except mixer and number of parameters."""
+
+
+def kept_tokenizer(name: str, recipe: Recipe) -> dict[str, str]:
+    """Return the files of a tokenizer in the run folder, by name, and set its path in the recipe."""
+    found = open_tokenizer(name)
+    recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
+    return dict.fromkeys((f"{found.name}.json", TOKENIZER), found.inner.to_str(pretty=True))
 
 
 def checked(name: str, value: Any, path: Path) -> Tensor:

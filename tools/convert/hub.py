@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from data.text.store import TOKENIZER
-from data.text.tokenizers import local_files, open_tokenizer
+from data.text.tokenizers import local_files
 from lion.config import ConfigError, flatten
 from lion.recipe import Recipe
 from lion.recipe_files import RECIPE
 from lion.samples.base import Info
 from lion.tasks import TASKS
-from tools.convert.base import Converter, Setting, checked
+from tools.convert.base import Converter, checked, kept_tokenizer
 from tools.convert.files import CheckpointContents
 
 KIND = "lion"  # `model_type` in config.json
@@ -67,21 +65,11 @@ class HubConverter(Converter):
             return info
         return replace(info, classes=tuple(names[i] for i in sorted(names)))
 
-    def settings(
-        self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info
-    ) -> Iterator[Setting]:
-        yield from ()
-
-    def fit(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe, info: Info) -> Info:
-        return info
-
     def keep(self, held: CheckpointContents, recipe: Recipe) -> dict[str, str]:
         """Return the tokenizer of the folder, if there is one, so that the folder may be deleted."""
         if local_files(str(held.folder)) is None:
             return {}
-        found = open_tokenizer(str(held.folder))
-        recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
-        return dict.fromkeys((f"{found.name}.json", TOKENIZER), found.inner.to_str(pretty=True))
+        return kept_tokenizer(str(held.folder), recipe)
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: Info) -> str:
         return f"{recipe.model.name}, {recipe.model.shape()}"

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.text.store import TOKENIZER
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, open_tokenizer
 from lion.config import ConfigError, flatten, to_dict
 from lion.layers.mixers import SOFTMAX
@@ -22,7 +21,7 @@ from lion.models.tokens import TokenModel
 from lion.recipe import Recipe
 from lion.samples.text import TextInfo
 from tools.compose import open_data
-from tools.convert.base import Converter, Setting, checked, no_place
+from tools.convert.base import Converter, Setting, checked, kept_tokenizer, no_place
 from tools.convert.files import CheckpointContents
 
 PLAIN = {  # our settings for the attention and the blocks of these models
@@ -236,9 +235,7 @@ class LanguageConverter(Converter):
         """Return the tokenizer of the folder, so that the folder may be deleted."""
         if held.folder is None or recipe.data.tokenizer != str(held.folder):
             return {}
-        found = open_tokenizer(recipe.data.tokenizer)
-        recipe.data.tokenizer = str(recipe.folder.absolute() / f"{found.name}.json")
-        return dict.fromkeys((f"{found.name}.json", TOKENIZER), found.inner.to_str(pretty=True))
+        return kept_tokenizer(recipe.data.tokenizer, recipe)
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: TextInfo) -> str:
         c = recipe.model
@@ -252,26 +249,21 @@ class LanguageConverter(Converter):
             text += f"; not used: {', '.join(unused)}"
         return text
 
-    def restored(self, model: TokenModel) -> dict[str, Tensor]:
-        """Return the weights of our model under their names; weights that our model lacks are zero.
-
-        Raises:
-            ConfigError: The model of transformers does not support our model.
-        """
-        c = model.config
-        ours = model.state_dict()
-        mine = flatten(to_dict(c))
-        for key, value in ({"mixer": SOFTMAX} | self.format.plain).items():
+    def supports(self, model: TokenModel) -> bool:
+        """Return whether the model of transformers can compute what our model computes."""
+        mine = flatten(to_dict(model.config))
+        for key, value in self.format.plain.items():
             if mine[key] != value:
-                raise ConfigError(
-                    f"model.{key}: transformers' {self.format.kind} supports only {value!r}, this run has {mine[key]!r}"
-                )
-        names = self.names(c.depth)
-        others = sorted(ours.keys() - names.keys())
-        if others:
-            raise ConfigError(f"transformers' {self.format.kind} has no place for {others[0]}")
+                return False
+        if mine["mixer"] != SOFTMAX or mine["mlp"] not in self.format.activations.values():
+            return False
+        return model.state_dict().keys() <= self.names(model.config.depth).keys()
+
+    def restored(self, model: TokenModel) -> dict[str, Tensor]:
+        """Return the weights of a supported model under their names; weights that our model lacks are zero."""
+        ours = model.state_dict()
         found = {}
-        for our, parts in names.items():
+        for our, parts in self.names(model.config.depth).items():
             if our in BY_TOKEN and our in ours:
                 value = ours[our][: model.vocabulary]
             elif our in ours:
@@ -279,22 +271,14 @@ class LanguageConverter(Converter):
             elif our.endswith("bias"):
                 value = torch.zeros(len(ours[our.replace("bias", "weight")]))
             else:  # the embeddings of token types
-                value = torch.zeros(1, c.dim)
+                value = torch.zeros(1, model.config.dim)
             found |= zip(parts, value.chunk(len(parts)))
         return found
 
     def config(self, model: TokenModel, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the `config.json` of a model.
-
-        Raises:
-            ConfigError: The model of transformers does not support our model.
-        """
+        """Return the `config.json` of a supported model."""
         c = model.config
         activations = {ours: theirs for theirs, ours in reversed(self.format.activations.items())}
-        if c.mlp not in activations:
-            raise ConfigError(
-                f"model.mlp: transformers' {self.format.kind} supports {', '.join(activations)}, this run has {c.mlp!r}"
-            )
         mine = {
             "rows": model.vocabulary,
             "dim": c.dim,

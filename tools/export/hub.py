@@ -15,7 +15,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, to_dict
 from lion.files import save_json, save_text
 from lion.recipe import Recipe, dump_recipe
@@ -24,10 +23,10 @@ from lion.runs import LoadedRun, count_parameters
 from lion.samples.images import ImageInfo
 from lion.samples.text import TextInfo
 from tools.compose import open_tokenizer_of, resolve_run
-from tools.export import transformers
 from tools.export.card import card
 from tools.export.place import written
 from tools.export.ports import scaling
+from tools.export.transformers import classic, export_classic, save_tokenizer
 
 BICUBIC = 3  # as numbered by PIL
 
@@ -39,8 +38,9 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         ConfigError: transformers is not installed, has no class for the model or no processor for its images, or the
             tokenizer is not found.
     """
-    if transformers.classic(run):
-        return transformers.export(run, out, overrides)
+    converter = classic(run)
+    if converter is not None:
+        return export_classic(run, converter, out, overrides)
     try:
         from lion.transformers import from_run
         from lion.transformers.remote import AUTO
@@ -59,13 +59,6 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         save_text(folder / RECIPE, dump_recipe(public(recipe)))
         save_text(folder / "README.md", card(run, public(recipe), auto))
     return f"{type(model).__name__}, {recipe.model.mixer}, {count_parameters(model):,} parameters"
-
-
-def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
-    """Write a tokenizer in the format of transformers."""
-    inner, described = transformers.dressed(tokenizer, model)
-    inner.save(str(folder / "tokenizer.json"))
-    save_json(folder / "tokenizer_config.json", described)
 
 
 def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:

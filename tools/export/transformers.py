@@ -14,28 +14,21 @@ import torch
 from tokenizers import processors
 
 from data.text.tokenizers import Tokenizer
-from lion.config import ConfigError
 from lion.files import save_json, sync
 from lion.runs import LoadedRun
 from tools.compose import open_tokenizer_of
-from tools.convert import CONVERTERS, converter_of
+from tools.convert import CONVERTERS
 from tools.convert.files import CONFIG, FOLDER, safetensors
 from tools.convert.language import LanguageConverter
 from tools.export.place import written
 
 
-def classic(run: LoadedRun) -> bool:
-    """Return whether a class of transformers itself has the model of a run."""
-    converter = CONVERTERS.get(run.recipe.model.name)
-    if converter is None or not issubclass(converter, LanguageConverter):
-        return False
-    if run.model.config.mlp not in converter.format.activations.values():
-        return False
-    try:
-        converter().restored(run.model)
-    except ConfigError:
-        return False
-    return True
+def classic(run: LoadedRun) -> LanguageConverter | None:
+    """Return the converter to a class of transformers itself that has the model of a run, or None."""
+    kind = CONVERTERS.get(run.recipe.model.name)
+    if kind is None or not issubclass(kind, LanguageConverter) or not kind().supports(run.model):
+        return None
+    return kind()
 
 
 ROLES = {  # names of special tokens in transformers
@@ -48,33 +41,33 @@ ROLES = {  # names of special tokens in transformers
 }
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
+def export_classic(run: LoadedRun, converter: LanguageConverter, out: Path, overrides: Sequence[str]) -> str:
     """Write the folder `out`, and return a line that describes it.
 
     Raises:
-        ConfigError: transformers has no such model (`classic`), or the tokenizer of the run is not found.
+        ConfigError: The tokenizer of the run is not found.
     """
     write = safetensors(out).save_file
-    converter = converter_of(run.recipe)
     tokenizer = open_tokenizer_of(run, overrides)
-    try:
-        weights = {
-            name: value.clone(memory_format=torch.contiguous_format)
-            for name, value in converter.restored(run.model).items()
-        }
-        config = converter.config(run.model, tokenizer)
-    except ConfigError as error:
-        raise ConfigError(f"{run.folder}: {error}") from None
-    inner, described = dressed(tokenizer, run.model)
+    weights = {}
+    for name, value in converter.restored(run.model).items():
+        weights[name] = value.clone(memory_format=torch.contiguous_format)
+    config = converter.config(run.model, tokenizer)
     with written(out) as folder:
         folder.mkdir()
         write(weights, folder / FOLDER[0], metadata={"format": "pt"})
         sync(folder / FOLDER[0])
         save_json(folder / CONFIG, config)
-        inner.save(str(folder / "tokenizer.json"))
-        save_json(folder / "tokenizer_config.json", described)
+        save_tokenizer(folder, tokenizer, run.model)
     parameters = f"{sum(w.numel() for w in weights.values()):,} parameters"
     return f"{config['architectures'][0]}, {parameters}, {tokenizer.vocabulary:,} ids"
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, model: Any) -> None:
+    """Write the tokenizer of a model in the format of transformers."""
+    inner, described = dressed(tokenizer, model)
+    inner.save(str(folder / "tokenizer.json"))
+    save_json(folder / "tokenizer_config.json", described)
 
 
 def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
