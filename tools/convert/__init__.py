@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from typing import Any
 import torch
 
 from lion.config import ConfigError, flatten, to_dict
-from lion.files import save_json, save_text, sync
+from lion.files import save_json, save_text
 from lion.recipe import Recipe, dump_recipe
 from lion.recipe_files import RECIPE
 from lion.runs import ENVIRONMENT, build_on_meta, check_weights
-from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
 from lion.trainer.runtime import environment
 from tools import options
 from tools.compose import make_task, metric_of, resolve
@@ -41,6 +39,7 @@ from tools.convert.hub import KIND, HubConverter
 from tools.convert.hydra import HydraConverter
 from tools.convert.vim import VimConverter
 from tools.convert.vit import ViTConverter
+from tools.export.place import save_best, written
 
 CONVERTERS: dict[str, type[Converter]] = {
     "bert": BertConverter,
@@ -131,18 +130,8 @@ def typed(value: Any) -> str:
 
 def write_run(out: Path, recipe: Recipe, state: dict[str, Any], source: dict[str, Any], files: dict[str, str]) -> None:
     """Write a run folder with a `best` checkpoint and text `files` by name; the folder appears in one step."""
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        best = scratch_folder(scratch, "best", 0)
-        with open(best / STATE, "wb") as file:
-            torch.save({"step": 0, "best": {"value": metric_of(recipe).worst, "step": 0}} | state, file)
-        seal(best)
+    with written(out) as folder:
+        save_best(folder, {"step": 0, "best": {"value": metric_of(recipe).worst, "step": 0}} | state)
         for name, text in (files | {RECIPE: dump_recipe(recipe)}).items():
-            save_text(scratch / name, text)
-        save_json(scratch / ENVIRONMENT, {**environment(torch.device("cpu")), "converted": source})
-        os.rename(scratch, out)
-        sync(out.parent)
-    except OSError as error:
-        raise ConfigError(f"{out}: cannot be written ({error.strerror})") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            save_text(folder / name, text)
+        save_json(folder / ENVIRONMENT, environment(torch.device("cpu")) | {"converted": source})

@@ -13,53 +13,39 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from lion.config import ConfigError
 from lion.runs import open_run
 from tools import options
 from tools.show import gigabytes
 
-
-class Format(NamedTuple):
-    """A format of exported files.
-
-    Attributes:
-        module: Module whose `export(run, out, overrides)` writes `out`, and returns a line that describes it.
-        suffix: End of the name of `out`.
-        program: Whether `out` is a program; `export` then has the arguments `length` and `step` as well.
-    """
-
-    module: str
-    suffix: str = ""
-    program: bool = True
-
-
-FORMATS = {
-    "hub": Format("tools.export.hub", program=False),
-    "run": Format("tools.export.run", program=False),
-    "pt2": Format("tools.export.pt2", ".pt2"),
-    "onnx": Format("tools.export.onnx", ".onnx"),
-    "aoti": Format("tools.export.aoti", ".pt2"),
-}
+# End of the name of OUT. A format with an end has one program: its module in this folder has `check`, `write` and
+# `load`. The module of any other format has `export(run, out, overrides)`, which writes a folder and describes it.
+FORMATS = {"hub": "", "run": "", "pt2": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
 
 
 def main(argv: list[str]) -> int:
     args = options.export(argv)
-    form = FORMATS[args.format]
-    given = {"length": args.length, "step": args.step}
-    for name in given if not form.program else ():
-        if given[name]:
-            raise ConfigError(f"--{name}: not for --format {args.format}")
-    if not args.out.name.endswith(form.suffix):
-        raise ConfigError(f"{args.out}: expected a name that ends with {form.suffix}")
-    if not form.suffix and (fits := [name for name, other in FORMATS.items() if args.out.suffix == other.suffix != ""]):
-        raise ConfigError(f"{args.out}: --format {args.format} writes a folder; add --format {' or '.join(fits)}")
+    suffix = FORMATS[args.format]
+    if not suffix:
+        for name in ("length", "step"):
+            if getattr(args, name):
+                raise ConfigError(f"--{name}: not for --format {args.format}")
+        fits = [name for name, other in FORMATS.items() if other and other == args.out.suffix]
+        if fits:
+            raise ConfigError(f"{args.out}: --format {args.format} writes a folder; add --format {' or '.join(fits)}")
+    if not args.out.name.endswith(suffix):
+        raise ConfigError(f"{args.out}: expected a name that ends with {suffix}")
     if os.path.lexists(args.out):
-        raise ConfigError(f"{args.out}: exists already, choose a new {'file' if form.suffix else 'folder'}")
-    module = importlib.import_module(form.module)
+        raise ConfigError(f"{args.out}: exists already, choose a new {'file' if suffix else 'folder'}")
+    form = importlib.import_module(f"tools.export.{args.format}")
     run = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
-    described = module.export(run, args.out, args.overrides, **(given if form.program else {}))
+    if suffix:  # imported here, because it imports `tools.convert`, which imports a module of this folder
+        from tools.export.package import export_program
+
+        described = export_program(run, args.out, args.overrides, args.length, args.step, form)
+    else:
+        described = form.export(run, args.out, args.overrides)
     print(f"{args.out}: {described}; {gigabytes(size_of(args.out))}")
     return 0
 

@@ -5,7 +5,7 @@ The description and the tokenizer are in the metadata of the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,17 @@ from torch.export import ExportedProgram
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from lion.trainer.compilation import missing_compiler
-from tools.export.package import export_program
 from tools.export.program import Program
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
-    """Write the program of a run, see `export_program`.
+def check(run: LoadedRun, out: Path) -> None:
+    """Check that there is a compiler.
 
     Raises:
-        ConfigError: There is no compiler.
+        ConfigError: There is none.
     """
     if missing := missing_compiler():
         raise ConfigError(f"--format aoti compiles C++: {missing}, or use --format pt2")
-    return export_program(run, out, overrides, length, step, write=write, load=load)
 
 
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,20 @@ from torch.export import ExportedProgram
 
 from lion.config import ConfigError
 from lion.runs import LoadedRun
-from tools.export.package import export_program
 from tools.export.program import Program
 
 MOST = 2**31 - 2**20  # bytes of the largest file of ONNX (2 GiB), with room for the graph
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
-    """Write the program of a run, see `export_program`.
+def check(run: LoadedRun, out: Path) -> None:
+    """Check that the packages are installed, and that the weights fit into a file of ONNX.
 
     Raises:
-        ConfigError: A package is missing, or the weights do not fit into a file of ONNX.
+        ConfigError: They are not, or do not.
     """
     runtime()
     if (size := sum(value.nbytes for value in run.model.state_dict().values())) > MOST:
         raise ConfigError(f"{out}: {size / 2**30:.1f} GiB of weights, a file of ONNX holds 2 GiB; use --format pt2")
-    return export_program(run, out, overrides, length, step, write=write, load=load)
 
 
 def runtime() -> Any:

@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
 
 import torch
-from torch.export import ExportedProgram
 
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from tools.compose import check_finite
 from tools.export.place import written
 from tools.export.ports import LENGTH
-from tools.export.program import Program, make_program
+from tools.export.program import make_program
 from tools.export.step import make_step
 
 LARGEST = 1e-2  # difference between outputs of a program and of the model; rounding makes about 1e-5
 
 
-class Writer(Protocol):
-    """A function that writes a program, and its graph, to a file."""
-
-    def __call__(self, program: Program, graph: ExportedProgram, path: Path) -> None: ...
-
-
 def export_program(
-    run: LoadedRun,
-    out: Path,
-    overrides: Sequence[str],
-    length: int | None,
-    step: bool,
-    *,
-    write: Writer,
-    load: Callable[[Path], Callable[..., Any]],
+    run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool, form: ModuleType
 ) -> str:
-    """Write the program of a run, or of one step, load it again, and return a line that describes it."""
-    program = (make_step if step else make_program)(run, overrides, length)
+    """Write the program of a run, or of one step, load it again, and return a line that describes it.
+
+    Args:
+        run: The run.
+        out: The file to write.
+        overrides: Places of the data of the run, for its tokenizer.
+        length: Tokens of the longest input, or of a step, see `make_program` and `make_step`.
+        step: Whether to write one step.
+        form: The module of the format: `check(run, out)` raises an error if it cannot write the run,
+            `write(program, graph, path)` writes a program, and `load(path)` returns it as a function.
+    """
+    form.check(run, out)
+    make = make_step if step else make_program
+    program = make(run, overrides, length)
     with written(out) as path:
-        write(program, program.graph(), path)
-        apart = program.deviation(load(path))
+        form.write(program, program.graph(), path)
+        apart = program.deviation(form.load(path))
         check_finite(torch.tensor(apart), run.folder)
         if apart > LARGEST:
             raise ConfigError(

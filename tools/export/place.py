@@ -7,9 +7,13 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lion.config import ConfigError
 from lion.files import sync
+from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
 from lion.trainer.faults import full_disk
 
 
@@ -37,6 +41,14 @@ def written(out: Path) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save_best(run: Path, state: dict[str, Any]) -> None:
+    """Write the `best` checkpoint of a run."""
+    folder = scratch_folder(run, "best", state["step"])
+    with open(folder / STATE, "wb") as file:
+        torch.save(state, file)
+    seal(folder)
 
 
 def share(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 from torch.export import ExportedProgram
 
 from lion.runs import LoadedRun
-from tools.export.package import export_program
 from tools.export.program import Program
 
 
-def export(run: LoadedRun, out: Path, overrides: Sequence[str], length: int | None, step: bool) -> str:
-    return export_program(run, out, overrides, length, step, write=write, load=load)
+def check(run: LoadedRun, out: Path) -> None:
+    """Do nothing: PyTorch writes every program."""
 
 
 def write(program: Program, graph: ExportedProgram, path: Path) -> None:

@@ -10,11 +10,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from lion.runs import LoadedRun, count_parameters
-from lion.trainer.checkpoint_files import STATE, scratch_folder, seal
-from tools.export.place import written
+from tools.export.place import save_best, written
 
 LEFT_OUT = ("events.", ".")  # beginnings of the names of TensorBoard's files and of hidden files
 
@@ -22,10 +19,7 @@ LEFT_OUT = ("events.", ".")  # beginnings of the names of TensorBoard's files an
 def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
     """Write the folder `out`, and return a line that describes it; where the data are does not matter."""
     with written(out) as folder:
-        best = scratch_folder(folder, "best", run.checkpoint["step"])
-        with open(best / STATE, "wb") as file:
-            torch.save({**run.checkpoint, "model": run.model.state_dict(), "ema": None}, file)
-        seal(best)
+        save_best(folder, run.checkpoint | {"model": run.model.state_dict(), "ema": None})
         for path in run.folder.iterdir():
             if path.is_file() and not path.name.startswith(LEFT_OUT):
                 shutil.copyfile(path, folder / path.name)
