@@ -211,10 +211,6 @@ class TimmAttention(Layer, metaclass=Made):
             )
         super()._load_from_state_dict(weights, prefix, *rest)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the class by its arguments, because it has no place in a module."""
-        return new_layer, (self.name, self.settings), self.__dict__
-
 
 def borrower(twin: M, own: nn.Module, shared: Collection[str] = (), path: str = "") -> M:
     """Return a copy of `twin` that reads the parameters and buffers of `own`, and has its `shared` parts.
@@ -252,11 +248,6 @@ def borrows(twin: nn.Module, own: nn.Module, shared: Collection[str] = ()) -> bo
         elif mine is None or not borrows(mine, part):
             return False
     return True
-
-
-def new_layer(mixer: str, settings: dict[str, Any]) -> TimmAttention:
-    kind = attention(mixer, **settings)
-    return kind.__new__(kind)
 
 
 def attention(mixer: str = "lion_s", **settings: Any) -> type[TimmAttention]:
