@@ -48,16 +48,26 @@ def from_run(run: LoadedRun | str | Path) -> LionPreTrainedModel:
             "diffusion; ./run.sh export --format pt2 writes its program"
         )
     data = {"task": to_dict(run.recipe.task), "info": info.to_dict()}
-    config = LionConfig(model=to_dict(run.recipe.model), data=data, **FIELDS[type(info).kind](run))
+    config = LionConfig(model=to_dict(run.recipe.model), data=data, **fields_of(run))
     model = KINDS[name](config)
     model.model.load_state_dict(run.model.state_dict())
     return model.eval()
 
 
-def fields_of_text(run: LoadedRun) -> dict[str, Any]:
-    info = cast("TextInfo", run.task.info)
-    special = info.special
-    return {
+def fields_of(run: LoadedRun) -> dict[str, Any]:
+    """Return the fields of `LionConfig` that describe the data of a run."""
+    info = run.task.info
+    if isinstance(info, ImageInfo):
+        pixels = {"mean": list(info.mean), "std": list(info.std)}
+        return {"image_size": list(info.size), "num_channels": info.channels, **pixels, **names_of(info.classes)}
+    if isinstance(info, SequenceInfo):
+        pixels = {"mean": [info.mean], "std": [info.std]}
+        sizes = {"vocab_size": info.vocabulary, "length": info.length, "parts": info.parts}
+        return {**sizes, **pixels, "num_labels": info.classes}
+    if isinstance(info, TokenLabelsInfo):
+        return {"vocab_size": info.vocabulary, "length": run.model.length, "num_labels": info.classes}
+    special = cast("TextInfo", info).special
+    fields = {
         "vocab_size": run.model.vocabulary,
         "length": run.model.length,
         "pad_token_id": special.get("pad"),
@@ -65,41 +75,12 @@ def fields_of_text(run: LoadedRun) -> dict[str, Any]:
         "bos_token_id": special.get("end"),
         "eos_token_id": special.get("end"),
     }
-
-
-def fields_of_labelled_text(run: LoadedRun) -> dict[str, Any]:
-    classes = cast("LabelledTextInfo", run.task.info).classes
-    labels = {"num_labels": 1, "problem_type": "regression"}
-    if classes:
-        labels = names_of(classes)
-    return {**fields_of_text(run), **labels}
-
-
-def fields_of_labelled_tokens(run: LoadedRun) -> dict[str, Any]:
-    info = cast("TokenLabelsInfo", run.task.info)
-    return {"vocab_size": info.vocabulary, "length": run.model.length, "num_labels": info.classes}
-
-
-def fields_of_sequences(run: LoadedRun) -> dict[str, Any]:
-    info = cast("SequenceInfo", run.task.info)
-    sizes = {"vocab_size": info.vocabulary, "length": info.length, "parts": info.parts, "num_labels": info.classes}
-    return {**sizes, "mean": [info.mean], "std": [info.std]}
-
-
-def fields_of_images(run: LoadedRun) -> dict[str, Any]:
-    info = cast("ImageInfo", run.task.info)
-    pixels = {"mean": list(info.mean), "std": list(info.std)}
-    return {"image_size": list(info.size), "num_channels": info.channels, **pixels, **names_of(info.classes)}
+    if not isinstance(info, LabelledTextInfo):
+        return fields
+    if info.classes:
+        return {**fields, **names_of(info.classes)}
+    return {**fields, "num_labels": 1, "problem_type": "regression"}
 
 
 def names_of(classes: Sequence[str]) -> dict[str, Any]:
     return {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-
-
-FIELDS = {
-    "images": fields_of_images,
-    "labelled text": fields_of_labelled_text,
-    "labelled tokens": fields_of_labelled_tokens,
-    "sequences": fields_of_sequences,
-    "text": fields_of_text,
-}
