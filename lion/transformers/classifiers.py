@@ -161,8 +161,7 @@ def first_of(x: Tensor, valid: Tensor | None) -> Tensor:
     """Return the first valid token (B, dim) of each row of x (B, L, dim)."""
     if valid is None:
         return x[:, 0]
-    place = (~valid).long().cummin(1).values.sum(1)
-    return token_at(x, place.clamp(max=x.shape[1] - 1))
+    return token_at(x, valid.int().argmax(1))
 
 
 def last_of(x: Tensor, valid: Tensor | None) -> Tensor:

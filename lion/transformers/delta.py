@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.activations import ACT2FN
 
 from lion.ops import Gates, linear_attention, prefill
@@ -96,9 +97,9 @@ def chunk_gated_delta_rule(
     valid = None
     if cu_seqlens is not None and keep:  # documents with states become rows
         check_ends("cu_seqlens", cu_seqlens, length)
-        lengths = cu_seqlens.diff()
-        valid = torch.arange(int(lengths.max()), device=q.device) < lengths[:, None]
-        q, k, v, g, beta = (rows_of(x, valid) for x in (q, k, v, g, beta))
+        lengths = cu_seqlens.diff().tolist()
+        q, k, v, g, beta = (pad_sequence(x[0].split(lengths), batch_first=True) for x in (q, k, v, g, beta))
+        valid = torch.arange(q.shape[1], device=q.device) < cu_seqlens.diff()[:, None]
     elif cu_seqlens is not None:
         segments = documents_of_ends("cu_seqlens", cu_seqlens, length)
     y, state = run(
@@ -127,14 +128,6 @@ def chunk_gated_delta_rule_beta_g(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `chunk_gated_delta_rule` for callers that pass beta before g."""
     return chunk_gated_delta_rule(q, k, v, g, beta, *others, **named)
-
-
-def rows_of(x: Tensor, valid: Tensor) -> Tensor:
-    """Return packed documents x (1, L, ..) as padded rows (N, longest, ..)."""
-    rows = x.new_zeros(valid.shape + x.shape[2:])
-    while valid.dim() < x.dim():
-        valid = valid.unsqueeze(-1)
-    return rows.masked_scatter(valid, x[0])
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def segments_of(
             return None
         return valid.long() - 1
     if position_ids is not None and not (seq_idx is None and cu_seq_lens_q is None):
-        check_positions(position_ids, documents, valid, shape)
+        check_positions(positions_of(position_ids, shape), documents, valid)
     if valid is None:
         return documents
     return documents.masked_fill(~valid, -1)
@@ -98,13 +98,12 @@ def starts_of(position_ids: Tensor, valid: Tensor | None, shape: tuple[int, int]
     Raises:
         ValueError: Positions that do not count the tokens of each document from 0.
     """
-    check_shape(position_ids, shape)
-    positions = position_ids.expand(shape)
+    positions = positions_of(position_ids, shape)
     start = positions == 0
     if valid is not None:
         start = start & valid
     documents = start.cumsum(1)
-    check_positions(position_ids, documents, valid, shape)
+    check_positions(positions, documents, valid)
     if may_wait(positions.device) and (documents <= 1).all():
         return None
     return documents
@@ -116,33 +115,32 @@ def check_next(position_ids: Tensor, seen: Tensor, valid: Tensor | None, shape: 
     Raises:
         ValueError: They do not.
     """
-    check_shape(position_ids, shape)
+    positions = positions_of(position_ids, shape)
     if valid is None:
-        valid = torch.ones(shape, dtype=torch.bool, device=position_ids.device)
-    same = (position_ids == seen[:, None] + valid.cumsum(1) - 1) | ~valid
+        valid = torch.ones_like(positions, dtype=torch.bool)
+    same = (positions == seen[:, None] + valid.cumsum(1) - 1) | ~valid
     message = "position_ids: expected positions that count on from the tokens of the cache"
     if not holds(same.all(), message):
         raise ValueError(message)
 
 
-def check_shape(position_ids: Tensor, shape: tuple[int, int]) -> None:
+def positions_of(position_ids: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the positions (B, L) of position_ids (B or 1, L)."""
     if position_ids.dim() != 2 or position_ids.shape[0] not in (1, shape[0]) or position_ids.shape[1] != shape[1]:
         raise ValueError(f"position_ids: expected the shape {shape}, got {tuple(position_ids.shape)}")
+    return position_ids.expand(shape)
 
 
-def check_positions(position_ids: Tensor, documents: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
+def check_positions(positions: Tensor, documents: Tensor, valid: Tensor | None) -> None:
     """Check that positions count the tokens of each document (B, L) from 0.
 
     Raises:
         ValueError: They do not.
     """
-    check_shape(position_ids, shape)
-    positions = position_ids.expand(shape)
     segments = documents
     if valid is not None:
         segments = documents.masked_fill(~valid, -1)
-    rows, length = shape
-    expected = Layout.of(positions.new_empty(rows, length, 0), segments=segments).positions
+    expected = Layout.of(positions.new_empty(*positions.shape, 0), segments=segments).positions
     same = positions == present(expected, "positions")
     if valid is not None:
         same = same | ~valid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import (
@@ -227,10 +228,7 @@ class LionForMaskedLM(LionTextModel):
         if not isinstance(self.model, Bert) or self.model.head.bias is None:
             return tokens
         old = self.model.head.bias
-        rows = tokens.num_embeddings
-        kept = min(rows, len(old))
-        bias = old.new_zeros(rows)
-        bias[:kept] = old.detach()[:kept]
+        bias = F.pad(old.detach(), (0, tokens.num_embeddings - len(old)))  # or cut
         self.model.head.bias = nn.Parameter(bias, requires_grad=old.requires_grad)
         return tokens
 
