@@ -69,12 +69,12 @@ class BareGlu(Glu):
         super().__init__(in_features, hidden_features, bias=False, **settings)
 
 
-MLPS: dict[str, dict[str, Any]] = {  # by `model.mlp`
-    "mlp": {"mlp_layer": Mlp, "act_layer": nn.GELU},
-    "mlp_tanh": {"mlp_layer": Mlp, "act_layer": GELUTanh},
-    "glu": {"mlp_layer": Glu, "act_layer": nn.SiLU},
-    "glu_bare": {"mlp_layer": BareGlu, "act_layer": nn.SiLU},
-    "glu_gelu": {"mlp_layer": Glu, "act_layer": nn.GELU},
+MLPS = {  # `mlp_layer` and `act_layer`, by `model.mlp`
+    "mlp": (Mlp, nn.GELU),
+    "mlp_tanh": (Mlp, GELUTanh),
+    "glu": (Glu, nn.SiLU),
+    "glu_bare": (BareGlu, nn.SiLU),
+    "glu_gelu": (Glu, nn.GELU),
 }
 
 
@@ -181,6 +181,7 @@ def arguments(config: ViTConfig) -> dict[str, Any]:
     ):
         if found:
             raise ValueError(f"{key}: timm's VisionTransformer has no place for {value!r}")
+    mlp, activation = MLPS[c.mlp]
     return {
         "patch_size": c.patch_size,
         "embed_dim": c.dim,
@@ -199,7 +200,8 @@ def arguments(config: ViTConfig) -> dict[str, Any]:
         "norm_layer": partial(NORMS[c.norm], eps=c.norm_eps),
         "attn_layer": attn_layer(config),
         "tpe": c.tpe,
-        **MLPS[c.mlp],
+        "mlp_layer": mlp,
+        "act_layer": activation,
     }
 
 

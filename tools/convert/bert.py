@@ -14,7 +14,7 @@ from lion.models.bert import Bert
 from lion.recipe import Recipe
 from lion.samples.text import TextInfo
 from tools.convert.files import CheckpointContents
-from tools.convert.language import PLAIN, Format, LanguageConverter
+from tools.convert.language import PLAIN, Format, LanguageConverter, with_biases
 
 OWN = {"position_kind": "learned", "bias": True, "head_transform": True}
 
@@ -82,14 +82,16 @@ class BertConverter(LanguageConverter):
             "head.norm.bias": "cls.predictions.transform.LayerNorm.bias",
             "head.bias": "cls.predictions.bias",
         },
-        inner={
-            "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-            "attention.proj": ("attention.output.dense",),
-            "norm1": ("attention.output.LayerNorm",),
-            "mlp.fc1": ("intermediate.dense",),
-            "mlp.fc2": ("output.dense",),
-            "norm2": ("output.LayerNorm",),
-        },
+        inner=with_biases(
+            {
+                "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+                "attention.proj": ("attention.output.dense",),
+                "norm1": ("attention.output.LayerNorm",),
+                "mlp.fc1": ("intermediate.dense",),
+                "mlp.fc2": ("output.dense",),
+                "norm2": ("output.LayerNorm",),
+            }
+        ),
         blocks="bert.encoder.layer",
     )
 

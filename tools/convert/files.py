@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lion.config import ConfigError
 from lion.files import digest
@@ -83,14 +82,10 @@ def plain_name(name: str) -> str:
 
 def read_file(path: Path) -> dict[str, Any]:
     """Read the contents of a safetensors or torch.save file."""
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    check_sums(path)
-    with torch.serialization.safe_globals([argparse.Namespace]):  # DeiT saves its arguments with the weights
-        return load_state(path)
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        check_sums(path)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # DeiT saves its arguments with the weights
+            return load_state(path)
     load = safetensors(path).load_file
     if not path.is_file():
         raise ConfigError(f"{path}: no such checkpoint")

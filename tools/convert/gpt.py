@@ -13,7 +13,7 @@ from lion.models.gpt import GPT
 from lion.recipe import Recipe
 from lion.samples.text import TextInfo
 from tools.convert.files import CheckpointContents
-from tools.convert.language import PLAIN, Format, LanguageConverter
+from tools.convert.language import PLAIN, Format, LanguageConverter, with_biases
 
 FIRST = "transformer.h.0.attn.c_attn.weight"
 TURNED = re.compile(r"transformer\.h\.\d+\.\w+\.c_\w+\.weight")  # weights of Conv1D are (inputs, outputs)
@@ -56,14 +56,16 @@ class GPTConverter(LanguageConverter):
             "encoder.norm.weight": "transformer.ln_f.weight",
             "encoder.norm.bias": "transformer.ln_f.bias",
         },
-        inner={
-            "norm1": ("ln_1",),
-            "attention.qkv": ("attn.c_attn",),
-            "attention.proj": ("attn.c_proj",),
-            "norm2": ("ln_2",),
-            "mlp.fc1": ("mlp.c_fc",),
-            "mlp.fc2": ("mlp.c_proj",),
-        },
+        inner=with_biases(
+            {
+                "norm1": ("ln_1",),
+                "attention.qkv": ("attn.c_attn",),
+                "attention.proj": ("attn.c_proj",),
+                "norm2": ("ln_2",),
+                "mlp.fc1": ("mlp.c_fc",),
+                "mlp.fc2": ("mlp.c_proj",),
+            }
+        ),
         blocks="transformer.h",
     )
 

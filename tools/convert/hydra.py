@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from lion.config import ConfigError
 from lion.recipe import Recipe
 from tools.convert.bert import BertConverter
 from tools.convert.files import CheckpointContents
-from tools.convert.language import Format, LanguageConverter
+from tools.convert.language import LanguageConverter
 
 BLOCK, MIXER = "encoder.blocks.0.attention.", "layer.mixer."
 STEPS = "steps"  # suffix of the rows of `in_proj` that make dt, which are a layer of their own here
@@ -48,25 +49,18 @@ class HydraConverter(LanguageConverter):
     of 1e-5, those of embeddings and head 1e-12; ours have one, `model.norm_eps`, so that logits agree to about 1e-5.
     """
 
-    format = Format(
-        kind="bert",
-        architecture="BertForMaskedLM",
+    format = replace(
+        BertConverter.format,
         whose="a masked language model of Hydra (hydra/bert), with its head",
         plain=PLAIN,
-        keys={},
-        assumed={},
         only={
             "matrix_mixer_type": "hydra",
             "is_prenorm": False,
             "use_position_embeddings": False,
             "tie_word_embeddings": True,
         },
-        activations={},
-        tied=BertConverter.format.tied,
-        unused=BertConverter.format.unused,
         outer={ours: theirs for ours, theirs in BertConverter.format.outer.items() if ours != "positions.weight"},
-        inner={},
-        blocks="bert.encoder.layer",
+        inner={ours: (theirs,) for ours, theirs in PARTS.items()},
     )
     trusted = ("model.norm_eps", "data.tokenizer")
     matrices = ("tokens.weight", *(f"{BLOCK}{part}.weight" for part in ("inputs", "steps", "convolution", "proj")))
@@ -77,13 +71,6 @@ class HydraConverter(LanguageConverter):
                 f"model.name: only Hydra's masked language models are released ('bert', recipe mlm_base_hydra), no "
                 f"{recipe.model.name!r}"
             )
-
-    def names(self, depth: int) -> dict[str, tuple[str, ...]]:
-        found = {ours: (theirs,) for ours, theirs in self.format.outer.items()}
-        for n in range(depth):
-            blocks = f"{self.format.blocks}.{n}."
-            found |= {f"encoder.blocks.{n}.{ours}": (f"{blocks}{theirs}",) for ours, theirs in PARTS.items()}
-        return found
 
     def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
         """Return their weights without the prefix of Composer; the steps dt apart, and convolutions as (width, C)."""
@@ -103,11 +90,18 @@ class HydraConverter(LanguageConverter):
     def facts(self, held: CheckpointContents, ours: dict[str, Tensor]) -> dict[str, tuple[Any, str]]:
         dim = ours["tokens.weight"].shape[1]
         depth = sum(name.endswith("attention.a") for name in ours)
-        (width, channels), inner = ours[f"{BLOCK}convolution.weight"].shape, ours[f"{BLOCK}proj.weight"].shape[1]
-        found = {"dim": dim, "depth": depth, "num_heads": len(ours[f"{BLOCK}a"])}
-        found |= {"attention.expand": inner // dim, "attention.state": (channels - inner) // 4}
-        found |= {"attention.conv_width": width, "token_types": len(ours["types.weight"])}
-        return {f"model.{key}": (value, "its weights") for key, value in {**found, **PLAIN}.items()}
+        width, channels = ours[f"{BLOCK}convolution.weight"].shape
+        inner = ours[f"{BLOCK}proj.weight"].shape[1]
+        found = {
+            "dim": dim,
+            "depth": depth,
+            "num_heads": len(ours[f"{BLOCK}a"]),
+            "attention.expand": inner // dim,
+            "attention.state": (channels - inner) // 4,
+            "attention.conv_width": width,
+            "token_types": len(ours["types.weight"]),
+        }
+        return {f"model.{key}": (value, "its weights") for key, value in (found | PLAIN).items()}
 
     def adopted(self, held: CheckpointContents, ours: dict[str, Tensor], recipe: Recipe) -> dict[str, Any]:
         return self.own_tokenizer(held)

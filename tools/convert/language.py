@@ -51,8 +51,17 @@ class Format:
     tied: dict[str, str]  # tied weights: the name in `names`, and the second name
     unused: str  # pattern of their weights that our model does not have
     outer: dict[str, str]  # our weights outside of the blocks, and the name of theirs
-    inner: dict[str, tuple[str, ...]]  # our modules in a block, and theirs, which are concatenated
+    inner: dict[str, tuple[str, ...]]  # our weights in a block, and theirs, which are concatenated
     blocks: str  # their name for the blocks
+
+
+def with_biases(modules: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the names of the weights and the biases of modules, ours and theirs."""
+    found = {}
+    for ours, theirs in modules.items():
+        for kind in ("weight", "bias"):
+            found[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in theirs)
+    return found
 
 
 class LanguageConverter(Converter):
@@ -71,9 +80,7 @@ class LanguageConverter(Converter):
         found = {ours: (theirs,) for ours, theirs in self.format.outer.items()}
         for n in range(depth):
             for ours, theirs in self.format.inner.items():
-                for kind in ("weight", "bias"):
-                    their = tuple(f"{self.format.blocks}.{n}.{t}.{kind}" for t in theirs)
-                    found[f"encoder.blocks.{n}.{ours}.{kind}"] = their
+                found[f"encoder.blocks.{n}.{ours}"] = tuple(f"{self.format.blocks}.{n}.{each}" for each in theirs)
         return found
 
     @abstractmethod
