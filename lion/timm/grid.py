@@ -53,14 +53,13 @@ class Grid(Constants):
     def reset_parameters(self) -> None:
         self.remake(self.coords.device)
 
-    def layout_of(self, size: tuple[int, int]) -> Layout:
-        """Return the layout of images with another number of patches, (height, width)."""
+    def forward(self, size: tuple[int, int] | None = None) -> Layout:
+        """Return the layout of images with another number of patches, (height, width), or that of the model."""
+        if size is None or size == self.size:
+            return Layout(coords=self.coords, special=self.special, orders=self.orders)
         height, width = size
         with torch.device(self.coords.device):
             return grid_layout(height, width, self.scans, self.prefix)
-
-    def forward(self) -> Layout:
-        return Layout(coords=self.coords, special=self.special, orders=self.orders)
 
 
 @torch.no_grad()

@@ -42,9 +42,7 @@ class GridTPE(TPE):
 
     def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:  # type: ignore[override]
         """Sum tokens x (B, L, dim) of images with another number of patches, (height, width), or that of the model."""
-        if size is None or size == self.place.size:
-            return super().forward(x, self.place())
-        return super().forward(x, self.place.layout_of(size), grid=size)
+        return super().forward(x, self.place(size), grid=size)
 
     def reset_parameters(self) -> None:
         _, dim, states = self.weight.shape
@@ -136,7 +134,7 @@ class LionVisionTransformer(VisionTransformer):
         size = tuple(self.patch_embed.dynamic_feat_size(images.shape[-2:]))
         if size == self.place.size:
             return mask
-        return Placed(mask, self.place.layout_of(size))
+        return Placed(mask, self.place(size))
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         mask = self.placed(x, attn_mask)

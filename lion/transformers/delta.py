@@ -28,7 +28,6 @@ from lion.trainer.compilation import can_compile
 from lion.transformers.masks import check_ends, documents_of_ends
 
 KERNEL = ("cu_seqlens_cpu", "chunk_indices", "chunk_indices_cpu")  # options of fla that do not change the result
-PLAIN = {"normalize": "none", "decay_convention": "target"}
 
 
 def chunk_gated_delta_rule(
@@ -177,7 +176,12 @@ def computed(
         if valid is not None:
             valid = F.pad(valid, (written, 0), value=True)
     gates = Gates(g, beta)
-    how: dict[str, Any] = {**PLAIN, "scale": 1.0, "chunk_size": chunk_size}
+    how: dict[str, Any] = {
+        "normalize": "none",
+        "decay_convention": "target",
+        "scale": 1.0,
+        "chunk_size": chunk_size,
+    }
     final_state = None
     if final:
         y, state = prefill(q, k, v, gates, valid=valid, **how)

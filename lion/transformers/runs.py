@@ -58,12 +58,17 @@ def fields_of(run: LoadedRun) -> dict[str, Any]:
     """Return the fields of `LionConfig` that describe the data of a run."""
     info = run.task.info
     if isinstance(info, ImageInfo):
-        pixels = {"mean": list(info.mean), "std": list(info.std)}
-        return {"image_size": list(info.size), "num_channels": info.channels, **pixels, **names_of(info.classes)}
+        pixels = {"mean": list(info.mean), "std": list(info.std), "num_channels": info.channels}
+        return names_of(info.classes) | pixels | {"image_size": list(info.size)}
     if isinstance(info, SequenceInfo):
-        pixels = {"mean": [info.mean], "std": [info.std]}
-        sizes = {"vocab_size": info.vocabulary, "length": info.length, "parts": info.parts}
-        return {**sizes, **pixels, "num_labels": info.classes}
+        return {
+            "vocab_size": info.vocabulary,
+            "length": info.length,
+            "parts": info.parts,
+            "mean": [info.mean],
+            "std": [info.std],
+            "num_labels": info.classes,
+        }
     if isinstance(info, TokenLabelsInfo):
         return {"vocab_size": info.vocabulary, "length": run.model.length, "num_labels": info.classes}
     special = cast("TextInfo", info).special
@@ -78,8 +83,8 @@ def fields_of(run: LoadedRun) -> dict[str, Any]:
     if not isinstance(info, LabelledTextInfo):
         return fields
     if info.classes:
-        return {**fields, **names_of(info.classes)}
-    return {**fields, "num_labels": 1, "problem_type": "regression"}
+        return fields | names_of(info.classes)
+    return fields | {"num_labels": 1, "problem_type": "regression"}
 
 
 def names_of(classes: Sequence[str]) -> dict[str, Any]:

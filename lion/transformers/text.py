@@ -121,7 +121,7 @@ class LionTextModel(LionPreTrainedModel):
             rows, length = inputs.shape[:2]
             segments = segments_of((rows, length), attention_mask, **packed)
             more: dict[str, Any] = {}
-            if self.has_types:
+            if isinstance(self.model, BertEncoder) and self.model.types is not None:
                 more["types"] = token_type_ids
             elif hidden is not None:
                 more["hidden"] = hidden
@@ -135,10 +135,6 @@ class LionTextModel(LionPreTrainedModel):
         with loaded(hooks):
             x = self.stream(inputs, attention_mask, packed, cache)
         return BaseModelOutputWithPast(x, cache)
-
-    @property
-    def has_types(self) -> bool:
-        return isinstance(self.model, BertEncoder) and self.model.types is not None
 
     def stream(
         self, inputs: Tensor, attention_mask: Tensor | None, packed: dict[str, Tensor | None], cache: LionCache

@@ -61,10 +61,11 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
         ("data", data),
         ("step of the weights", f"{run.checkpoint['step']:,}"),
         ("batch", f"{recipe.trainer.batch_size:,}"),
-        ("seed", str(recipe.seed)),
+        ("seed", recipe.seed),
         ("row", recipe.about.row or "-"),
-        *environment(run.folder),
     ]
+    trained = read_json(run.folder / ENVIRONMENT)
+    facts += [(key, trained[key]) for key in ("torch", "device", "commit") if trained.get(key)]
     rows = "\n".join(f"| {key} | {text} |" for key, text in facts)
     imports = "".join(f"import {module}  # registers the mixer or the task\n" for module in recipe.imports)
     code = usage(auto, task, grey, run.folder) if read else usage_of_ids(auto, run)
@@ -141,12 +142,6 @@ def results(summary: dict[str, Any], metric: Any, split: str, value: float) -> s
     if not math.isfinite(value):
         return "Not evaluated.\n"
     return f"{split} {metric.title} {metric.text(value)}, best in training.\n"
-
-
-def environment(folder: Path) -> list[tuple[str, str]]:
-    """Return where and with which versions a run was trained."""
-    held = read_json(folder / ENVIRONMENT)
-    return [(key, str(held[key])) for key in ("torch", "device", "commit") if held.get(key)]
 
 
 def read_json(path: Path) -> dict[str, Any]:

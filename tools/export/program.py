@@ -31,7 +31,6 @@ from tools.export.transformers import dressed
 CHUNK = 64  # fewest tokens of a chunk
 CHUNKS = 2 * GROUP - 1  # chunks of the longest input: a graph with a symbolic length adds one chunk of padding
 LONGEST = CHUNK * CHUNKS - 1  # tokens of the longest input, by default
-EXAMPLE = {BATCH: 3, LENGTH: 100, SEEN: 7}  # sizes of the inputs with which a graph is traced
 METADATA, TOKENIZER = "metadata.json", "tokenizer.json"  # names of the texts in a program
 
 
@@ -84,8 +83,11 @@ class Program:
     longest: int | None
     files: dict[str, str]
 
-    def example(self, batch: int, length: int, seen: int = 0) -> tuple[Tensor, ...]:
-        """Return random inputs, with fewer tokens if `length` exceeds `longest`, after `seen` tokens."""
+    def example(self, batch: int = 3, length: int = 100, seen: int = 7) -> tuple[Tensor, ...]:
+        """Return random inputs, with fewer tokens if `length` exceeds `longest`; a step comes after `seen` tokens.
+
+        The default sizes are those with which a graph is traced.
+        """
         if self.longest is not None:
             length = min(length, self.longest)
         sizes = {BATCH: batch, LENGTH: length, SEEN: seen}
@@ -102,8 +104,7 @@ class Program:
     @torch.no_grad()
     def graph(self) -> ExportedProgram:
         """Trace the module."""
-        example = self.example(EXAMPLE[BATCH], EXAMPLE[LENGTH], EXAMPLE[SEEN])
-        return torch.export.export(self.module, example, dynamic_shapes=self.varying(), strict=False)
+        return torch.export.export(self.module, self.example(), dynamic_shapes=self.varying(), strict=False)
 
     @torch.no_grad()
     def deviation(self, run: Callable[..., Tensor]) -> float:
@@ -113,7 +114,7 @@ class Program:
         """
         set_form(self.module, "auto")
         found = []
-        for batch, length in ((1, 1), (2, 3 * EXAMPLE[LENGTH])):
+        for batch, length in ((1, 1), (2, 300)):
             inputs = self.example(batch, length)
             apart = (run(*inputs) - self.module(*inputs)).abs()
             for port, mask in zip(self.inputs, inputs):

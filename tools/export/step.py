@@ -59,10 +59,10 @@ class StepProgram(Program):
     def deviation(self, run: Callable[..., Any]) -> float:
         """Return the largest difference between logits of two steps of `run`, the loaded program, and of the model."""
         set_form(self.module, "auto")
-        tokens, mask, *state = self.example(2, 0)
+        tokens, mask, *state = self.example(2, 0, 0)
         logits, *state = run(tokens, mask, *state)
         if self.longest is None or 2 * tokens.shape[1] <= self.longest:
-            more, _, *_ = self.example(2, 0)
+            more, _, *_ = self.example(2, 0, 0)
             valid = torch.ones_like(mask)
             later, *state = run(more, valid, *state)
             tokens = torch.cat([tokens, more], 1)
