@@ -57,12 +57,12 @@ def main(argv: list[str]) -> int:
     place = [f"run.root={json.dumps(str(args.out.parent))}", f"run.name={json.dumps(args.out.name)}"]
     recipe = resolve(args.recipe, args.overrides)
     held = read_checkpoint(args.checkpoint, args.ema)
-    converter = HubConverter(held) if held.said.get("model_type") == KIND else converter_of(recipe)
+    converter = HubConverter() if held.said.get("model_type") == KIND else converter_of(recipe)
     converter.check(recipe)
     ours = converter.rename(held)
     adopted = [f"{key}={json.dumps(value)}" for key, value in converter.adopted(held, ours, recipe).items()]
     recipe = resolve(args.recipe, adopted + args.overrides + place)
-    info = converter.info(recipe)
+    info = converter.info(held, recipe)
     shown = compare(converter.settings(held, ours, recipe, info), held, recipe, args.recipe)
     info = converter.fit(held, ours, recipe, info)
     check_weights(build_on_meta(make_task(recipe, info), recipe.model), ours, str(args.checkpoint), str(args.recipe))

@@ -70,7 +70,7 @@ class Converter(ABC):
         """
         return {}
 
-    def info(self, recipe: Recipe) -> Info:
+    def info(self, held: CheckpointContents, recipe: Recipe) -> Info:
         """Return the metadata of the data of the recipe."""
         return describe_data(recipe, look=False)[0]
 

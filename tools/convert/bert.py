@@ -5,6 +5,7 @@ A `BertModel` has no head. The head of our model is then new, so that the run is
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -97,11 +98,10 @@ class BertConverter(LanguageConverter):
 
     def cleaned(self, theirs: dict[str, Any]) -> dict[str, Any]:
         """Return their weights with current names; early checkpoints call the weights of norms gamma and beta."""
-        ends = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
         cleaned = {}
         for name, value in theirs.items():
-            old = next((end for end in ends if name.endswith(end)), "")
-            cleaned[name.removesuffix(old) + ends.get(old, "")] = value
+            name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
+            cleaned[re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)] = value
         embeddings = cleaned.get(HEADLESS)
         if not torch.is_tensor(embeddings) or embeddings.dim() != 2:
             return cleaned

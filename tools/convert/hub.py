@@ -27,9 +27,6 @@ class HubConverter(Converter):
 
     trusted = ()
 
-    def __init__(self, held: CheckpointContents) -> None:
-        self.held = held
-
     def rename(self, held: CheckpointContents) -> dict[str, Tensor]:
         return {name.removeprefix("model."): checked(name, value, held.path) for name, value in held.weights.items()}
 
@@ -49,17 +46,17 @@ class HubConverter(Converter):
             )
         return flatten({"model": held.said["model"]})
 
-    def info(self, recipe: Recipe) -> Info:
+    def info(self, held: CheckpointContents, recipe: Recipe) -> Info:
         """Return the facts about the data; the classes are those of `id2label`, which fine-tuning may have changed.
 
         Raises:
             ConfigError: The embeddings were resized.
         """
-        info = TASKS[recipe.task.name].Info.from_dict(self.held.said["data"]["info"])
-        known, now = getattr(info, "vocabulary", None), self.held.said.get("vocab_size")
+        info = TASKS[recipe.task.name].Info.from_dict(held.said["data"]["info"])
+        known, now = getattr(info, "vocabulary", None), held.said.get("vocab_size")
         if None not in (known, now) and known != now:
-            raise ConfigError(f"{self.held.path}: its embeddings were resized to {now} ids, its tokenizer has {known}")
-        names = {int(i): str(name) for i, name in (self.held.said.get("id2label") or {}).items()}
+            raise ConfigError(f"{held.path}: its embeddings were resized to {now} ids, its tokenizer has {known}")
+        names = {int(i): str(name) for i, name in (held.said.get("id2label") or {}).items()}
         named = getattr(info, "classes", ())  # a number for the Long Range Arena, none where numbers are predicted
         if not named or not names or not isinstance(named, tuple):
             return info

@@ -206,7 +206,7 @@ class LanguageConverter(Converter):
             return {}
         return {"data.tokenizer": str(folder)}
 
-    def info(self, recipe: Recipe) -> TextInfo:
+    def info(self, held: CheckpointContents, recipe: Recipe) -> TextInfo:
         name = recipe.data.tokenizer
         found = open_data(recipe).tokenizer if name in BUILT_IN[1:] else open_tokenizer(name)
         return TextInfo(found.vocabulary, recipe.data.length, found.name, found.fingerprint, found.special)
