@@ -32,10 +32,7 @@ def checkpointed(block: type[Block]) -> type[Block]:
 
     class Checkpointed(block, GradientCheckpointingLayer):  # type: ignore[valid-type, misc]
         def forward(self, *args: Any, method: Callable[..., Any] = block.forward, **named: Any) -> Any:
-            hooks = offload_hooks(self)
-            if not hooks:
-                return method(self, *args, **named)
-            with loaded(hooks):
+            with loaded(offload_hooks(self)):
                 return method(self, *args, **named)
 
         def prefill(self, *args: Any) -> tuple[Tensor, Any]:
@@ -144,7 +141,8 @@ class LionPreTrainedModel(PreTrainedModel):
         else:
             with initialization.no_init_weights():
                 new = self.build()
-        values: dict[str, Tensor] = {**dict(new.named_parameters()), **dict(new.named_buffers())}
+        values: dict[str, Tensor] = dict(new.named_parameters())
+        values |= new.named_buffers()
         for name, value in values.items():
             if name in tensors:
                 tensors[name].copy_(value)
@@ -159,20 +157,24 @@ class LionPreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: `save_pretrained` writes its own code."""
 
+    def loss_of_sequences(self, labels: Tensor | None, logits: Tensor, **kwargs: Any) -> Tensor | None:
+        """Return the loss of a classifier of sequences or images, None without labels.
+
+        With `num_items_in_batch`, it is the share of a micro-batch in the mean over the labels of a whole batch.
+        transformers returns this share for classes alone, else the mean over the micro-batch.
+        """
+        if labels is None:
+            return None
+        loss = self.loss_function(labels, logits, self.config, **kwargs)
+        count = kwargs.get("num_items_in_batch")
+        if count is None or self.config.problem_type == "single_label_classification":
+            return loss
+        return loss * labels.numel() / count
+
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize embeddings that `resize_token_embeddings` adds; `initialize_weights` does all others."""
         if isinstance(module, nn.Embedding):
             initialization.normal_(module.weight, std=self.settings().init_std)
-
-
-def share_of_batch(loss: Tensor, labels: Tensor, config: LionConfig, count: Tensor | int | None) -> Tensor:
-    """Return the share of a micro-batch in the mean over the `count` labels of a whole batch.
-
-    transformers returns this share for classes alone, else the mean over the micro-batch.
-    """
-    if count is None or config.problem_type == "single_label_classification":
-        return loss
-    return loss * labels.numel() / count
 
 
 def initialized(part: Tensor | nn.Module) -> bool:

@@ -16,9 +16,8 @@ from lion.models.gpt import GPT, GPTConfig
 from lion.models.init import INITS
 from lion.models.lra import LRA
 from lion.models.token_classifier import TokenClassifier
-from lion.transformers.base import share_of_batch
 from lion.transformers.masks import valid_of
-from lion.transformers.text import BERT, LRA_NAMES, LionTextModel
+from lion.transformers.text import LionTextModel
 
 
 class GPTClassifier(GPT):
@@ -55,9 +54,11 @@ class LionForSequenceClassification(LionTextModel):
     """A classifier of sequences, which reads the first token of a BERT, the last of a GPT, the mean of an LRA model."""
 
     names: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(BERT, "bert_classifier"),
+        "bert": "bert_classifier",
+        "bert_classifier": "bert_classifier",
         "gpt": "gpt",
-        **dict.fromkeys(LRA_NAMES, "lra"),
+        "lra": "lra",
+        "lra_masked": "lra",
     }
     model: BertClassifier | GPTClassifier | LRA
 
@@ -110,17 +111,18 @@ class LionForSequenceClassification(LionTextModel):
             valid = input_ids != pad  # as in the GPT-2 of transformers
         pooled = POOLED[type(self.model)](x, valid)
         logits = self.model.logits(pooled)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
-            loss = share_of_batch(loss, labels, self.config, kwargs.get("num_items_in_batch"))
+        loss = self.loss_of_sequences(labels, logits, **kwargs)
         return SequenceClassifierOutput(loss, logits, found.hidden_states)
 
 
 class LionForTokenClassification(LionTextModel):
     """A classifier of every token, in both directions."""
 
-    names: ClassVar[dict[str, str]] = {**BERT, "token_classifier": "token_classifier"}
+    names: ClassVar[dict[str, str]] = {
+        "bert": "bert",
+        "bert_classifier": "bert",
+        "token_classifier": "token_classifier",
+    }
     model: BertTokenClassifier | TokenClassifier
 
     def build(self) -> BertTokenClassifier | TokenClassifier:

@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from lion.config import present
 from lion.models.vit import ViT
-from lion.transformers.base import LionPreTrainedModel, share_of_batch
+from lion.transformers.base import LionPreTrainedModel
 
 
 class LionForImageClassification(LionPreTrainedModel):
@@ -58,8 +58,4 @@ class LionForImageClassification(LionPreTrainedModel):
         logits = self.model(pixel_values)
         if isinstance(logits, tuple):  # in training
             logits = (logits[0] + logits[1]) / 2
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels, logits, self.config, **kwargs)
-            loss = share_of_batch(loss, labels, self.config, kwargs.get("num_items_in_batch"))
-        return ImageClassifierOutput(loss, logits)
+        return ImageClassifierOutput(self.loss_of_sequences(labels, logits, **kwargs), logits)

@@ -140,7 +140,8 @@ def check_positions(positions: Tensor, documents: Tensor, valid: Tensor | None) 
     segments = documents
     if valid is not None:
         segments = documents.masked_fill(~valid, -1)
-    expected = Layout.of(positions.new_empty(*positions.shape, 0), segments=segments).positions
+    rows, length = positions.shape
+    expected = Layout.of(positions.new_empty(rows, length, 0), segments=segments).positions
     same = positions == present(expected, "positions")
     if valid is not None:
         same = same | ~valid

@@ -25,9 +25,6 @@ from lion.transformers.base import LionPreTrainedModel, loaded, offload_hooks
 from lion.transformers.cache import LionCache, cache_of
 from lion.transformers.masks import check_next, segments_of, starts_of, valid_of
 
-BERT = {"bert": "bert", "bert_classifier": "bert"}
-LRA_NAMES = ("lra", "lra_masked")
-
 
 class LionTextModel(LionPreTrainedModel):
     """Base class of models of token ids (B, L).
@@ -170,7 +167,13 @@ class LionTextModel(LionPreTrainedModel):
 class LionModel(LionTextModel):
     """A model without a head: token ids (B, L) to features (B, L, dim)."""
 
-    names: ClassVar[dict[str, str]] = {**BERT, "gpt": "gpt", **dict.fromkeys(LRA_NAMES, "lra")}
+    names: ClassVar[dict[str, str]] = {
+        "bert": "bert",
+        "bert_classifier": "bert",
+        "gpt": "gpt",
+        "lra": "lra",
+        "lra_masked": "lra",
+    }
 
     def build(self) -> TokenModel:
         if self.config.section.get("name") == "vit":
@@ -201,12 +204,17 @@ class LionModel(LionTextModel):
 class LionForMaskedLM(LionTextModel):
     """A masked language model in both directions, or a model for the Long Range Arena that predicts masked inputs."""
 
-    names: ClassVar[dict[str, str]] = {**BERT, **dict.fromkeys(LRA_NAMES, "lra_masked")}
+    names: ClassVar[dict[str, str]] = {
+        "bert": "bert",
+        "bert_classifier": "bert",
+        "lra": "lra_masked",
+        "lra_masked": "lra_masked",
+    }
     model: Bert | LRAMasked
 
     def build(self) -> Bert | LRAMasked:
         settings = self.settings()
-        if settings.name in LRA_NAMES:
+        if settings.name == "lra_masked":
             return LRAMasked(settings, **self.sequence_sizes)
         return Bert(settings, **self.sizes)
 
