@@ -170,10 +170,6 @@ class TimmAttention(Layer, metaclass=Made):
             self.__dict__["causal_twin"] = twin
         return twin(x, attn_mask)
 
-    def put(self, place: Grid) -> None:
-        """Set the layout of the tokens of all images."""
-        self.place = place
-
     def set_form(self, form: str, chunk_size: int | None = None) -> None:
         super().set_form(form, chunk_size)
         if self.causal_twin is not None:

@@ -105,7 +105,7 @@ class LionVisionTransformer(VisionTransformer):
             if tpe:
                 self.tpe = GridTPE(self.embed_dim, tpe, self.place).to(weight.dtype)
         for layer in layers:
-            layer.put(self.place)
+            layer.place = self.place
 
     def set_input_size(self, *args: Any, **settings: Any) -> None:
         super().set_input_size(*args, **settings)

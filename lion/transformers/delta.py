@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -241,12 +242,12 @@ def use_delta_rule(model: nn.Module, *, compile: bool = True) -> int:
         "causal_conv1d_fn": causal_conv1d_fn,
     }
     count = 0
-    for kind in dict.fromkeys(map(type, model.modules())):
+    for kind, number in Counter(map(type, model.modules())).items():
         code = vars(sys.modules[kind.__module__])
         if "GatedDeltaNet" in kind.__name__ and ours.keys() <= code.keys():
             for name, function in ours.items():
                 code[name] = known_arguments(function)
-            count += sum(type(module) is kind for module in model.modules())
+            count += number
     if not count:
         raise ValueError(f"use_delta_rule: {type(model).__name__} has no layer of Gated DeltaNet that this replaces")
     return count

@@ -77,7 +77,7 @@ def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dic
     continues. Padding stands before prompts, so that they end where the continuation begins; without a token for it, it
     has the id of the end. The configuration holds the roles of special tokens.
     """
-    prompts, types = model.streams, ["token_type_ids"] * (getattr(model.config, "token_types", 0) > 1)
+    prompts = model.streams
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     words = {name: inner.id_to_token(i) for name, i in tokenizer.special.items()}
     known = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
@@ -86,15 +86,19 @@ def dressed(tokenizer: Tokenizer, model: Any) -> tuple[tokenizers.Tokenizer, dic
         inner.post_processor = processors.Sequence([])
     if tokenizer.frame[0] and not prompts and inner.post_processor is None:
         cls, sep = words["cls"], words["sep"]
-        ids = [(words[name], tokenizer.special[name]) for name in ("cls", "sep")]
-        single = f"{cls} $A {sep}"
         inner.post_processor = processors.TemplateProcessing(
-            single=single, pair=f"{single} $B:1 {sep}:1", special_tokens=ids
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, tokenizer.special["cls"]), (sep, tokenizer.special["sep"])],
         )
     described = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    described |= {role: words[name] for name, taken in ROLES.items() if name in words for role in taken}
-    described |= {"model_input_names": ["input_ids", *types, "attention_mask"]}
-    described |= {} if model.longest is None else {"model_max_length": model.longest}
+    for name, roles in ROLES.items():
+        if name in words:
+            described |= dict.fromkeys(roles, words[name])
+    described["model_input_names"] = ["input_ids", "attention_mask"]
+    if getattr(model.config, "token_types", 0) > 1:
+        described["model_input_names"].insert(1, "token_type_ids")
+    described["model_max_length"] = model.longest
     if prompts:
         described |= {"padding_side": "left", "pad_token": words.get("pad", words.get("end"))}
     return inner, {name: value for name, value in described.items() if value is not None}
