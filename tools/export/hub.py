@@ -73,23 +73,36 @@ def image_processor(info: ImageInfo, data: dict[str, Any]) -> dict[str, Any]:
             f"--format hub: transformers has no image processor that crops to {' x '.join(map(str, info.size))} px; "
             "--format pt2, onnx and aoti describe the crop"
         )
-    pixels = {"do_normalize": True, "image_mean": list(info.mean), "image_std": list(info.std), "do_rescale": True}
-    pixels |= {"rescale_factor": 1 / 255, "do_convert_rgb": info.channels == 3, "do_resize": True, "resample": BICUBIC}
     kind = {"image_processor_type": "ViTImageProcessor"}
     if "crop_size" in scaled:
         kind = {"image_processor_type": "BitImageProcessor", "do_center_crop": True}
-    return {**kind, **scaled, **pixels}
+    return {
+        **kind,
+        **scaled,
+        "do_normalize": True,
+        "image_mean": list(info.mean),
+        "image_std": list(info.std),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_convert_rgb": info.channels == 3,
+        "do_resize": True,
+        "resample": BICUBIC,
+    }
 
 
 def public(recipe: Recipe) -> Recipe:
     """Return a recipe without the places of its files on this machine: of a path, only the name remains."""
 
     def short(section: Any) -> Any:
-        values = {f.name: getattr(section, f.name) for f in fields(section)}
-        return replace(section, **{key: name_of(value) for key, value in values.items()})
+        return replace(section, **{f.name: name_of(getattr(section, f.name)) for f in fields(section)})
 
-    parts = {"task": short(recipe.task), "data": short(recipe.data), "run": replace(recipe.run, root="runs")}
-    return replace(recipe, **parts, init_from=name_of(recipe.init_from))
+    return replace(
+        recipe,
+        task=short(recipe.task),
+        data=short(recipe.data),
+        run=replace(recipe.run, root="runs"),
+        init_from=name_of(recipe.init_from),
+    )
 
 
 def name_of(value: Any) -> Any:
