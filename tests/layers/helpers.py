@@ -41,6 +41,18 @@ def saved(state):
     return torch.load(file, weights_only=True)
 
 
+def stream(module, x: torch.Tensor, pieces: list[int], state=None, valid: torch.Tensor | None = None):
+    """Run a layer piece by piece; return all outputs and the last state."""
+    if state is None:
+        state = module.initial_state(len(x))
+    masks = [None] * len(pieces) if valid is None else valid.split(pieces, 1)
+    outputs = []
+    for piece, mask in zip(x.split(pieces, 1), masks):
+        y, state = module.step(piece, state, valid=mask)
+        outputs.append(y)
+    return torch.cat(outputs, 1), state
+
+
 def perturbed(layer, spread: float = 0.3):
     """Return the layer in float64; parameters leave their first values, which hide faults, for float32 numbers."""
     layer.double().eval()

@@ -207,15 +207,16 @@ def test_backward_softmax_is_forward_on_reversed_tokens(mixer, masks):
     close(own.grad, given.grad.flip(1), 1e-12)
 
 
-@pytest.mark.parametrize("mixer", [SOFTMAX, FOX])
+@pytest.mark.parametrize("mixer", [SOFTMAX, FOX, "lion_s"])
 @torch.no_grad()
-def test_alternating_softmax_sees_the_past_then_the_future(mixer):
-    model = Encoder(EncoderConfig(mixer, 12, depth=2, num_heads=3, attention=AttentionConfig(direction="alternating")))
+def test_alternating_blocks_see_the_past_then_the_future(mixer):
+    model = Encoder(EncoderConfig(mixer, 12, depth=3, num_heads=3, attention=AttentionConfig(direction="alternating")))
     x = torch.randn(1, 6, 12)
     other = x.clone()
     other[:, 3] += 1
     seen = [(block.attention(other) != block.attention(x)).any(-1)[0].tolist() for block in model.blocks]
-    assert seen == [[False] * 3 + [True] * 3, [True] * 4 + [False] * 2]
+    past, future = [False] * 3 + [True] * 3, [True] * 4 + [False] * 2
+    assert seen == [past, future, past]
     layout = Layout.of(x, torch.tensor([[True] * 5 + [False]]))
     assert torch.allclose(model(x, layout)[:, :5], model(x[:, :5]), atol=1e-5)
 

@@ -6,17 +6,13 @@ import pytest
 import torch
 
 import lion.layers.mixers.linear as linear_module
-import lion.layers.rotations as rotations_module
-from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, AttentionConfig, LionAttention, make_mixer
 from lion.layers.mixers.base import set_form
-from lion.layers.mixers.linear import LinearState
-from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
 from tests.ops.helpers import error
 
 from . import helpers
-from .helpers import DIRECTIONS, check_oracle, perturbed, refused, saved, weights
+from .helpers import DIRECTIONS, check_oracle, perturbed, refused, stream
 from .oracles import ORACLES, oracle
 
 DIM, HEADS = 12, 3
@@ -61,35 +57,10 @@ def test_every_entry_is_published_and_has_an_oracle():
 
 @every_mixer
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_values_and_gradients_are_those_of_the_published_recurrence(mixer, direction):
+@pytest.mark.parametrize("length", [1, 40])
+def test_values_and_gradients_are_those_of_the_published_recurrence(mixer, direction, length):
     layer = make(mixer, direction)
-    check_oracle(layer, lambda w, x: oracle(mixer, w, x, HEADS, direction), tokens(40), SMALL_FORMS, 1e-10, 2e-5)
-
-
-@every_mixer
-@torch.inference_mode()
-def test_one_token_is_the_published_recurrence(mixer):
-    for direction in DIRECTIONS:
-        layer, x = make(mixer, direction), tokens(1)
-        want = oracle(mixer, weights(layer), x, HEADS, direction)
-        for form, size in FORMS:
-            set_form(layer, form, size)
-            assert error(layer(x), want) < 1e-10, (direction, form, size)
-
-
-@every_mixer
-def test_backward_is_the_recurrence_on_the_flipped_sequence(mixer, monkeypatch):
-    """Check `backward` without the flips of `oracle`; rotations follow token positions, so they change direction."""
-    layer, x = make(mixer, "backward"), tokens(20)
-    forward, turn = make(mixer, "forward"), rotations_module.rope_frequencies
-    with torch.no_grad():
-        for name, parameter in forward.named_parameters():
-            if name.endswith("frequency"):
-                parameter.neg_()
-    with monkeypatch.context() as patch:
-        patch.setattr(rotations_module, "rope_frequencies", lambda *a, **how: -turn(*a, **how))
-        expected = forward(x.flip(1)).flip(1)
-    assert error(layer(x), expected) < 1e-12
+    check_oracle(layer, lambda w, x: oracle(mixer, w, x, HEADS, direction), tokens(length), SMALL_FORMS, 1e-10, 2e-5)
 
 
 def test_decay_conventions():
@@ -118,37 +89,7 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
     assert seen == [(form, size or 64) for form, size in FORMS for _ in range(2)]
 
 
-# Streaming
-
-
-def stream(layer: LionAttention, x: torch.Tensor, pieces: list[int], state: LinearState | None = None):
-    state = layer.initial_state(x.shape[0]) if state is None else state
-    out = []
-    for piece in x.split(pieces, 1):
-        y, state = layer.step(piece, state)
-        out.append(y)
-    return torch.cat(out, 1), state
-
-
-def parts_of(state: LinearState) -> list[torch.Tensor]:
-    return [*state[:3], *state.decay]
-
-
-@every_mixer
-@torch.inference_mode()
-def test_streaming_is_the_forward_direction(mixer):
-    length = 40
-    x = tokens(length)
-    want = oracle(mixer, weights(make(mixer)), x, HEADS)
-    for layer, tolerance in ((make(mixer), 1e-10), (make(mixer).float(), 2e-5)):
-        given = x.to(layer.proj.weight.dtype)
-        layer.set_form(layer.form, 16)
-        for pieces in ([1] * length, [3, 1, 20, 1, 15], [length]):
-            assert error(stream(layer, given, pieces)[0], want) < tolerance, pieces
-        for prompt in (1, 16, 37):
-            start, state = layer.prefill(given[:, :prompt])
-            rest, _ = stream(layer, given[:, prompt:], [1, length - prompt - 1], state)
-            assert error(torch.cat([start, rest], 1), want) < tolerance, prompt
+# Streaming; test_streams.py checks what all mixers have in common
 
 
 @torch.inference_mode()
@@ -164,72 +105,6 @@ def test_a_stream_loses_nothing_with_its_position():
             assert state.position.tolist() == [position + 30, position + 35]
 
 
-@every_mixer
-@torch.inference_mode()
-def test_streams_skip_padding_wherever_it_is(mixer):
-    """Check padding at no side, left, right and both, a row of padding alone, and padding between tokens."""
-    width, after = 14, 3
-    layer, x = make(mixer), tokens(width + after, batch=6)
-    layer.set_form(layer.form, 8)
-    valid = torch.ones(6, width, dtype=torch.bool)
-    valid[1, :9] = False
-    valid[2, 11:] = False
-    valid[3, :7] = False
-    valid[3, 8:] = False
-    valid[4] = False
-    valid[5, 1:5] = False
-    x[:, :width][~valid] = torch.nan
-    given = x[:, :width]
-    start, state = layer.prefill(given, Layout.of(given, valid))
-    assert state.position.tolist() == valid.sum(1).tolist()
-    assert torch.equal(start[~valid], layer.proj.bias.expand(int((~valid).sum()), -1))  # 0 before the projection
-    stepped, outputs = layer.initial_state(6), []
-    for piece, real in zip(given.split([1, 3, 7, 3], 1), valid.split([1, 3, 7, 3], 1)):
-        y, stepped = layer.step(piece, stepped, real)
-        assert y.isfinite().all()
-        outputs.append(y)
-    for y, last in ((start, state), (torch.cat(outputs, 1), stepped)):
-        rest, _ = stream(layer, x[:, width:], [1, 2], last)
-        for row, kept in enumerate(valid):
-            alone = torch.cat([given[row, kept], x[row, width:]])[None]
-            want = oracle(mixer, weights(layer), alone, HEADS)
-            assert error(torch.cat([y[row, kept], rest[row]])[None], want) < 1e-10, row
-
-
-@every_mixer
-@torch.inference_mode()
-def test_a_saved_state_goes_on_bit_for_bit(mixer):
-    layer, x = make(mixer).float(), tokens(20).float()
-    for _, state in (layer.prefill(x[:, :11]), stream(layer, x[:, :11], [1] * 11)):
-        restored = saved(state)
-        before = [part.clone() for part in parts_of(state)]
-        y, end = stream(layer, x[:, 11:], [1, 1, 7], state)
-        again, end_again = stream(layer, x[:, 11:], [1, 1, 7], restored)
-        assert torch.equal(y, again)
-        assert all(map(torch.equal, parts_of(end), parts_of(end_again)))
-        assert all(map(torch.equal, parts_of(state), before))  # a state is a value: a saved state can be used twice
-
-
-@every_mixer
-@torch.inference_mode()
-def test_a_state_does_not_grow(mixer):
-    layer, x = make(mixer).float(), tokens(20).float()
-    empty = layer.initial_state(2)
-    states = [empty]
-    for pieces in ([1], [1] * 20, [5, 15]):
-        states.append(stream(layer, x[:, : sum(pieces)], pieces)[1])
-    for layout in (Layout(), Layout.of(x, torch.ones(2, 20, dtype=torch.bool))):
-        states.append(layer.prefill(x, layout)[1])
-    for state in states:
-        assert len(state.decay) == (1 if mixer in ("lightnet", "performer") else 0)
-        for part, first in zip(parts_of(state), parts_of(empty), strict=True):
-            assert (part.shape, part.dtype) == (first.shape, first.dtype)
-            assert part.untyped_storage().nbytes() == part.nbytes  # not a view, which would keep the prompt in memory
-    keys = layer.count if mixer == "performer" else DIM // HEADS
-    assert empty.S.shape == (2, HEADS, keys, DIM // HEADS)
-    assert not any(part.any() for part in empty[:3])
-
-
 @with_each("direction", ["backward", "both"])
 def test_only_causal_layers_stream(mixer, direction):
     layer, x = make(mixer, direction), tokens(3)
@@ -239,18 +114,6 @@ def test_only_causal_layers_stream(mixer, direction):
 
 
 # Directions of a model (Table 16)
-
-
-def test_alternating_blocks_go_forward_and_backward():
-    attention = AttentionConfig(direction="alternating")
-    encoder = Encoder(EncoderConfig("lion_s", DIM, depth=5, num_heads=HEADS, attention=attention)).double()
-    found = [(b.attention.config.direction, b.attention.config.decay_convention) for b in encoder.blocks]
-    assert found == [("forward", "target"), ("backward", "target")] * 2 + [("forward", "target")]
-    x = tokens(9)
-    other = torch.where((torch.arange(9) == 4)[:, None], tokens(9, seed=3), x)
-    moved = [(encoder.blocks[i].attention(other) - encoder.blocks[i].attention(x)).abs() for i in (0, 1)]
-    assert not moved[0][:, :4].any() and (moved[0][:, 4:].amax(-1) > 0).all()
-    assert not moved[1][:, 5:].any() and (moved[1][:, :5].amax(-1) > 0).all()
 
 
 def test_alternating_is_of_models():

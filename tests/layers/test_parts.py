@@ -18,6 +18,7 @@ from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import SoftmaxAttention
 
 from .helpers import PACKED, PADDED, check_padding, close, doubles, refused
+from .test_streams import check_padded_steps, check_steps
 
 ALL = Parts(
     token_shift=True,
@@ -225,23 +226,8 @@ def test_padding_and_segments(mixer, direction):
 @every_case
 @torch.no_grad()
 def test_streams(mixer):
-    """Check a prompt and steps of one and several tokens, with padding, against the whole; and without a prompt."""
-    layer, x = make(mixer, "forward"), doubles(2, 9, 12)
-    whole = layer(x)
-    start, state = layer.prefill(x[:, :3])
-    first, state = layer.step(x[:, 3:4], state)
-    valid = torch.tensor([[True, False, True, True, True], [True, True, True, False, True]])
-    gap = torch.full((2, 5, 12), torch.nan, dtype=torch.double)
-    gap[valid] = x[:, 4:8].flatten(0, 1)
-    middle, state = layer.step(gap, state, valid)
-    last, _ = layer.step(x[:, 8:], state)
-    pieces = [start, first, middle[valid].view(2, 4, 12), last]
-    close(torch.cat(pieces, 1), whole, rtol=1e-10, atol=1e-11)
-    state, outputs = layer.initial_state(2), []
-    for token in x.split(1, 1):
-        y, state = layer.step(token, state)
-        outputs.append(y)
-    close(torch.cat(outputs, 1), whole, rtol=1e-10, atol=1e-11)
+    check_steps(make(mixer, "forward"), grows=mixer in (FOX, "softmax, all parts"))
+    check_padded_steps(make(mixer, "forward"))
 
 
 def test_token_shift_starts_half_way():
