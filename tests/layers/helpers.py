@@ -14,6 +14,7 @@ from tests.ops.helpers import error
 DIRECTIONS = ("both", "forward", "backward")
 PADDED = torch.tensor([[False, True, True, True, False, True, True, False], [True] * 5 + [False] * 3])
 PACKED = torch.tensor([[-1, 4, 4, 4, 4, 2, 2, 2], [0, 0, 1, 1, 1, -1, 1, 1]])
+SHORT_FORMS = (("full", None), ("chunk", 3), ("rnn", 1), ("rnn", 3))  # with borders inside of these
 MASKS = ((PADDED, None), (None, PACKED), (PADDED, PACKED))
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lion.layers.layout import PLAIN, Layout
 from lion.layers.mixers import HippoAttention, make_mixer
 from lion.layers.mixers.base import set_form
 from lion.layers.mixers.config import AttentionConfig
@@ -133,20 +132,6 @@ def test_zero_order_hold(spectrum):
 
 def test_a_scalar_decay_holds_all_dimensions_of_a_head():
     assert make("lion_s_hippo", decay_shape="scalar").decays[0].zero_order_hold().shape == (HEADS, DIM // HEADS)
-
-
-@both
-@pytest.mark.parametrize("spectrum", ["s4d_real", "legs"])
-def test_padding_wherever_it_is(mixer, spectrum):
-    layer, x = make(mixer, spectrum=spectrum), tokens(24, batch=4)
-    valid = torch.zeros(4, 24, dtype=torch.bool)
-    valid[0], valid[1, :13], valid[2, 9:], valid[3, 5:17] = True, True, True, True
-    x[~valid] = torch.nan
-    for form in ("full", "chunk", "rnn"):
-        set_form(layer, form, 8)
-        y = layer(x, Layout.of(x, valid))
-        for row in range(4):
-            close(y[row][valid[row]], layer(x[row][valid[row]][None], PLAIN)[0])
 
 
 @both

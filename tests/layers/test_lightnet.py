@@ -10,7 +10,7 @@ from lion.layers.mixers.lightnet import KeySoftmax, LightNetConfig
 from lion.ops import linear_attention
 
 from . import helpers
-from .helpers import check_oracle, close, perturbed, refused, weights
+from .helpers import PACKED, SHORT_FORMS, check_oracle, check_padding, close, perturbed, refused, weights
 from .oracles import oracle
 
 DIM, HEADS = 12, 3
@@ -63,26 +63,11 @@ def test_a_decay_of_its_own(direction):
 @pytest.mark.parametrize("settings", [{}, OWN])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_masks_of_one_direction(direction, settings):
-    """Check poisoned padding and segments against separate sequences: sums restart at segments, not at padding."""
-    layer, x = make(direction, **settings), tokens(12)
-    segments = torch.tensor([[-1, 3, 3, -1, 3, 3, 7, 7, 7, -1, 7, -1], [0, 1, 1, 1, -1, -1, 2, 2, 2, 2, 2, 2]])
-    x[segments < 0] = torch.nan
-    for form, size in FORMS:
+    """Check that sums restart at segments, not at padding."""
+    layer = make(direction, **settings)
+    for form, size in SHORT_FORMS:
         set_form(layer, form, size)
-        leaf = x.clone().requires_grad_()
-        y = layer(leaf, Layout.of(x, segments=segments))
-        y.square().sum().backward()
-        assert leaf.grad.isfinite().all() and all(p.grad.isfinite().all() for p in layer.parameters())
-        for row in range(2):
-            for i in segments[row][segments[row] >= 0].unique():
-                own = segments[row] == i
-                close(y[row, own], layer(x[row, own][None])[0], atol=1e-12, rtol=1e-9)
-    if direction == "forward":
-        for row, last in enumerate((7, 2)):
-            own = segments[row] == last
-            states = [layer.prefill(x[row, own][None])[1], layer.prefill(x, Layout.of(x, segments=segments))[1]]
-            close(states[1].S[row], states[0].S[0])
-            assert all(torch.allclose(a[row], b[0]) for a, b in zip(states[1].decay, states[0].decay))
+        check_padding(layer, None, PACKED)
 
 
 @pytest.mark.parametrize("settings", [{}, OWN])
