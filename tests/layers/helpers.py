@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lion.config import ConfigError, build
-from lion.layers.layout import Layout
+from lion.layers.layout import PLAIN, Layout
+from lion.layers.mixers import MIXERS, make_mixer
 from lion.layers.mixers.base import set_form
 from tests.ops.helpers import error
 
@@ -103,6 +104,26 @@ def check_oracle(layer, oracle, x, forms, tolerance: float, narrow: float | None
         with torch.no_grad():
             assert error(layer(x), want) < tolerance, form
             assert narrow is None or error(single(x.float()), want) < narrow, form
+
+
+def check_finite(layer, x: torch.Tensor, layout: Layout = PLAIN) -> torch.Tensor:
+    """Check that outputs and all gradients are finite; return the outputs."""
+    layer.zero_grad()
+    given = x.detach().clone().requires_grad_()
+    y = layer(given, layout)
+    y.sum().backward()
+    assert y.isfinite().all() and given.grad.isfinite().all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+    return y
+
+
+def small(mixer: str, form: str, direction: str):
+    """Make a layer of 8 features in float64 with perturbed parameters, in one of its forms."""
+    layer = make_mixer(mixer, 8, 2, MIXERS[mixer].layer.Config(direction=direction, chunk_size=4))
+    if form in layer.forms:
+        layer.set_form(form, 4)
+    return perturbed(layer)
 
 
 def check_padding(module, valid, segments, *gives) -> None:

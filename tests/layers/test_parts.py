@@ -17,7 +17,7 @@ from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import SoftmaxAttention
 
-from .helpers import PACKED, PADDED, check_padding, close, doubles, refused
+from .helpers import PACKED, PADDED, check_padding, close, doubles, perturbed, refused
 from .test_streams import check_padded_steps, check_steps
 
 ALL = Parts(
@@ -89,10 +89,7 @@ def test_published_blocks_have_the_settings_of_their_publication():
 
 def make(mixer, direction="both", block="published"):
     torch.manual_seed(0)
-    layer = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction, block=block)).double().eval()
-    for parameter in layer.parameters():  # norms and mixes start at numbers that hide faults
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return layer
+    return perturbed(make_mixer(mixer, 12, 3, AttentionConfig(direction=direction, block=block)), 0.1)
 
 
 def formula(layer, x, direction):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lion.layers.mixers import MIXERS, make_mixer
+from lion.layers.mixers import MIXERS
 
-from .helpers import doubles
+from .helpers import doubles, small
 
 REFUSED = (
     r"no second derivatives|derivative for aten::_scaled_dot_product|Trying to backward through lion.selective_scan"
@@ -25,12 +25,7 @@ def test_second_derivatives(mixer, form, direction):
 
     `torch.autograd.grad` with inputs is what misses the mark of `once_differentiable`.
     """
-    config = MIXERS[mixer].layer.Config(direction=direction, chunk_size=4)
-    layer = make_mixer(mixer, 8, 2, config).double()
-    if form in layer.forms:
-        layer.set_form(form, 4)
-    for parameter in layer.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+    layer = small(mixer, form, direction)
     x, along, weights = doubles(3, 1, 9, 8)
 
     def gradient(x, **how):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lion.layers.layout import PLAIN, Layout
-from lion.layers.mixers import LINEAR, MIXERS, Mixer, make_mixer, resolve_mixer
+from lion.layers.mixers import LINEAR, MIXERS, Mixer, make_mixer
 from lion.layers.tpe import TPE
 from lion.ops import Part
 from lion.trainer.diagnostics import tensor_peak
@@ -12,6 +12,7 @@ from tests.ops.helpers import error
 from tests.processes import in_processes
 from tools.meta import Received
 
+from .helpers import perturbed
 from .test_mixers import DIM, make, tokens
 
 pytestmark = pytest.mark.process
@@ -79,12 +80,7 @@ def cases_by_heads() -> Cases:
 def layer(mixer: str, heads: int = 3, **settings) -> Mixer:
     """Return a layer in float64 with parameters that differ from their first values."""
     torch.manual_seed(0)
-    config = MIXERS[mixer].layer.Config(**settings)
-    made = make_mixer(mixer, DIM, heads, resolve_mixer(mixer, config)).double().eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return perturbed(make_mixer(mixer, DIM, heads, MIXERS[mixer].layer.Config(**settings)), 0.1)
 
 
 def gradients(layer, x, layout, weights) -> tuple[torch.Tensor, ...]:

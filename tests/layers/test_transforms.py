@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from lion.layers.mixers import MIXERS, make_mixer
 from lion.ops import linear_attention
 
-from .helpers import close, doubles
+from .helpers import close, doubles, small
 
 GRIDS = {"lion_s", "gla", "deltanet", "lightnet"}  # scalar and vector decays, a delta rule, and normalised keys
 
@@ -44,12 +44,7 @@ def no_forward_mode(mixer, form, direction):
 def case(request):
     """Return a layer, its parameters, three samples, and a loss of the parameters and one sample."""
     name, form, direction = request.param
-    torch.manual_seed(0)
-    layer = make_mixer(name, 8, 2, MIXERS[name].layer.Config(direction=direction, chunk_size=4)).double()
-    if form in layer.forms:
-        layer.set_form(form, 4)
-    for parameter in layer.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
+    layer = small(name, form, direction)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
     x, weights = doubles(3, 9, 8), doubles(9, 8)
 
