@@ -7,9 +7,11 @@ from lion.layers.layout import SCANS, Layout, grid_layout
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig, LionAttention, resolve_mixer
 from lion.layers.mixers.base import set_form
 from lion.ops import SCAN_MERGES
-from tests.ops.helpers import oracle_mask
+from tests.ops import test_multiscan
+from tests.ops.helpers import Inputs
 
 from .helpers import close, doubles, refused
+from .oracle_parts import shifted
 
 SNAKES = ("row_snake", "column_snake")
 S = [0, 1, 2, 3, 7, 6, 5, 4, 8, 9, 10, 11, 15, 14, 13, 12]  # the 4 x 4 orders of the curves in the released code
@@ -45,29 +47,18 @@ def layer_of(mixer: str, **settings) -> LionAttention:
     return layer
 
 
-def oracle(layer: LionAttention, x: torch.Tensor, grid, merge: str) -> torch.Tensor:
-    """Compute a layer from its definition, scan by scan, with masks computed pair by pair."""
+def oracle(layer: LionAttention, x: torch.Tensor, grid, **how) -> torch.Tensor:
+    """Compute a layer from its definition, with decays from the weights alone."""
     q, k, v = layer.qkv(x).view(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
-    silu = torch.nn.functional.silu
-    q, k = ((silu(t) + 0.5) / (silu(t) + 0.5).norm(dim=-1, keepdim=True) for t in (q, k))
-    scores, masks = q @ k.mT, []
-    for decay, order in zip(layer.decays, grid.orders):
+    decays = []
+    for decay in layer.decays:
         if hasattr(decay, "a"):
-            lam = torch.sigmoid(decay.a)[None, :, None].expand(x.shape[0], -1, x.shape[1])
+            lam = torch.sigmoid(decay.a)
         else:
             lam = torch.sigmoid(x @ decay.gate.weight.T + decay.gate.bias).mT.clone()
             lam[:, :, 0] = 1  # cls
-        mask = torch.empty_like(scores)
-        for b in range(x.shape[0]):
-            for h in range(3):
-                along = oracle_mask(lam[b, h, order].tolist(), "source", layer.config.direction)
-                mask[b, h, order[:, None], order] = along
-        masks.append(mask)
-    if merge == "masks":
-        weights = scores * (masks[0] + masks[1])
-        y = weights / weights.sum(-1, keepdim=True) @ v
-    else:
-        y = sum((scores * m) / (scores * m).sum(-1, keepdim=True) @ v for m in masks) / 2
+        decays.append(lam.log())
+    y = test_multiscan.oracle(Inputs(shifted(q), shifted(k), v), decays, grid.orders, **how)
     return layer.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -75,13 +66,10 @@ def oracle(layer: LionAttention, x: torch.Tensor, grid, merge: str) -> torch.Ten
 @pytest.mark.parametrize("merge", SCAN_MERGES)
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
-    layer, grid = (
-        layer_of(mixer, scan_merge=merge, direction=direction, decay_convention="source"),
-        grid_layout(4, 5, SNAKES),
-    )
-    x = doubles(2, 21, 12)
+    how = dict(scan_merge=merge, direction=direction, decay_convention="source")
+    layer, grid, x = layer_of(mixer, **how), grid_layout(4, 5, SNAKES), doubles(2, 21, 12)
     with torch.no_grad():
-        want = oracle(layer, x, grid, merge)
+        want = oracle(layer, x, grid, **how)
         for form, size in (("auto", 64), ("full", 64), ("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
             set_form(layer, form, size)
             assert (layer(x, grid) - want).abs().max() < 1e-12, (form, size)
