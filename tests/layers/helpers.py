@@ -12,6 +12,7 @@ from lion.layers.mixers import MIXERS, make_mixer
 from lion.layers.mixers.base import set_form
 from tests.ops.helpers import error
 
+DIM, HEADS = 12, 3
 DIRECTIONS = ("both", "forward", "backward")
 PADDED = torch.tensor([[False, True, True, True, False, True, True, False], [True] * 5 + [False] * 3])
 PACKED = torch.tensor([[-1, 4, 4, 4, 4, 2, 2, 2], [0, 0, 1, 1, 1, -1, 1, 1]])
@@ -19,7 +20,7 @@ SHORT_FORMS = (("full", None), ("chunk", 3), ("rnn", 1), ("rnn", 3))  # with bor
 MASKS = ((PADDED, None), (None, PACKED), (PADDED, PACKED))
 
 
-def tokens(length: int, dim: int, batch: int = 2, seed: int = 1) -> torch.Tensor:
+def tokens(length: int, batch: int = 2, seed: int = 1, dim: int = DIM) -> torch.Tensor:
     """Make float64 tokens whose values are float32 numbers."""
     return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(seed)).double()
 
@@ -33,6 +34,11 @@ def close(got, want, atol: float | None = None, rtol: float | None = None, msg=N
     if atol is not None and rtol is None:
         rtol = 0
     torch.testing.assert_close(got, want, atol=atol, rtol=rtol, msg=msg)
+
+
+def near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-11) -> None:
+    """Compare with float64, relative to the largest value or 1."""
+    close(got.double(), want, tolerance * max(1, want.abs().max().item()))
 
 
 def saved(state):
@@ -74,6 +80,11 @@ def refused(message: str, call, *given, **settings) -> None:
     """Check that a call raises a ValueError, or `build` a ConfigError, with this message."""
     with pytest.raises(ConfigError if call is build else ValueError, match=message):
         call(*given, **settings)
+
+
+def of_rows(oracle, direction: str):
+    """Return an oracle of weights and tokens (B, L, dim) from one of a row (L, dim)."""
+    return lambda w, x: torch.stack([oracle(w, row, direction) for row in x])
 
 
 def check_oracle(layer, oracle, x, forms, tolerance: float, narrow: float | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -189,10 +190,11 @@ def hgrn2(w: Weights, x: Tensor, state, way: Way):
     return decayed(silu(q), 1 - f, v, f, state)
 
 
-def mlstm(w: Weights, x: Tensor, state, way: Way):
+def mlstm(w: Weights, x: Tensor, state, way: Way, input_gate=sigmoid):
+    """Run the mLSTM without its stabiliser m, which changes no value: h = C q / max(|n q|, 1)."""
     q, k, v = project(w, x, way.heads)
     i, f = linear(w, "decays.0.gates", x, False).chunk(2, -1)
-    i, f = sigmoid(i + w["decays.0.input_bias"])[..., None], sigmoid(f + w["decays.0.forget_bias"])[..., None]
+    i, f = input_gate(i + w["decays.0.input_bias"])[..., None], sigmoid(f + w["decays.0.forget_bias"])[..., None]
     return decayed(q, i * k / math.sqrt(k.shape[-1]), v, f, state)
 
 
@@ -246,6 +248,7 @@ ORACLES = {
     "gla": (gla, plain),
     "hgrn2": (hgrn2, plain),
     "xlstm": (mlstm, bounded),
+    "xlstm, exponential": (partial(mlstm, input_gate=torch.exp), bounded),
     "lightnet": (lightnet, plain),
     "deltanet": (deltanet, plain),
     "gated_deltanet": (gated_delta(head_decay), plain),
@@ -272,7 +275,7 @@ def oracle(name: str, w: Weights, x: Tensor, heads: int, direction: str = "forwa
     """Compute the output (B, L, dim) of a layer for x (B, L, dim)."""
     if name == "lightnet" and direction == "both":
         return behind_heads(w, x, lightnet_both(w, x, heads).flatten(2))
-    late = direction == "both" and LINEAR[name].decay_convention == "source"
+    late = direction == "both" and LINEAR[name.partition(",")[0]].decay_convention == "source"
     if direction != "backward":
         read = scan(name, w, x, Way(heads, late))
     if direction != "forward":

@@ -9,8 +9,8 @@ from lion.layers.mixers.delta import DeltaAttention
 from lion.layers.mixers.delta_product import DeltaProductConfig
 from tests.ops.helpers import error
 
-from .helpers import DIRECTIONS, refused
-from .test_mixers import DIM, FORMS, HEADS, make, tokens
+from .helpers import DIM, DIRECTIONS, HEADS, refused, tokens
+from .test_mixers import FORMS, make
 
 
 @pytest.mark.parametrize("mixer", [name for name in LINEAR if MIXERS[name].layer is DeltaAttention])

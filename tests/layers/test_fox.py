@@ -9,10 +9,7 @@ from lion.layers.mixers import ForgettingAttention, make_mixer
 from lion.layers.mixers.config import AttentionConfig
 from lion.ops import DIRECTIONS
 
-from . import helpers
-from .helpers import check_finite, check_oracle, close, refused
-
-DIM, HEADS = 24, 3
+from .helpers import DIM, HEADS, check_finite, check_oracle, close, of_rows, refused, tokens
 
 
 def layer(direction="forward", bias=0.0, **settings):
@@ -21,10 +18,6 @@ def layer(direction="forward", bias=0.0, **settings):
     with torch.no_grad():
         made.decay.gate.bias.fill_(bias)
     return made
-
-
-def tokens(length, batch=2):
-    return helpers.tokens(length, DIM, batch)
 
 
 def oracle(w, x, direction):
@@ -52,11 +45,7 @@ def oracle(w, x, direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("bias", [0.0, 6.0, -6.0])
 def test_values_and_gradients_are_those_of_the_formula(direction, bias):
-    def of_rows(w, x):
-        return torch.stack([oracle(w, row, direction) for row in x])
-
-    made, x = layer(direction, bias), tokens(9)
-    check_oracle(made, of_rows, x, [None], 1e-11)
+    check_oracle(layer(direction, bias), of_rows(oracle, direction), tokens(9), [None], 1e-11)
 
 
 @pytest.mark.parametrize("bias", [60.0, -60.0])

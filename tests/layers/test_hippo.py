@@ -11,11 +11,9 @@ from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.hippo import HippoConfig
 from lion.layers.mixers.spectra import ROTATING, SPECTRA, legs, s4d_lin, s4d_real
 
-from . import helpers
-from .helpers import check_finite, close, refused, weights
+from .helpers import DIM, HEADS, check_finite, close, refused, tokens, weights
 from .oracles import oracle
 
-DIM, HEADS = 16, 2
 MIXERS = ("lion_d_hippo", "lion_s_hippo")
 both = pytest.mark.parametrize("mixer", MIXERS)
 
@@ -28,10 +26,6 @@ def make(mixer: str, spread: float = 0.3, **settings) -> HippoAttention:
             if "log_" not in name:  # rates and steps keep values for long sequences
                 parameter.add_(spread * torch.randn_like(parameter))
     return layer.eval()
-
-
-def tokens(length: int, batch: int = 2) -> torch.Tensor:
-    return helpers.tokens(length, DIM, batch)
 
 
 def test_spectra_are_the_published_ones():
@@ -110,7 +104,7 @@ def test_what_is_selected_only_shortens_the_memory():
     assert (log_decay < -rates[:, None]).all() and (log_decay >= -(rates + steps)[:, None]).all()
     assert log_decay.std(2).min() > 0  # the decay depends on the token
     soft = make("lion_s_hippo", spread=1.0, spectrum="s4d_real", decay_gate="softplus").decays[0]
-    soft = soft(x, x.new_zeros(2, HEADS, 30, 8)).log_decay
+    soft = soft(x, x.new_zeros(2, HEADS, 30, DIM // HEADS)).log_decay
     assert not torch.allclose(soft, log_decay) and (soft < -rates[:, None]).all()
 
 

@@ -13,11 +13,24 @@ from lion.models.encoder import EncoderConfig
 from lion.trainer.optim import factors
 from tests.ops.helpers import pairwise
 
-from . import helpers
-from .helpers import DIRECTIONS, MASKS, check_finite, check_oracle, check_padding, perturbed, refused, weights
+from .helpers import (
+    DIM,
+    DIRECTIONS,
+    HEADS,
+    MASKS,
+    check_finite,
+    check_oracle,
+    check_padding,
+    near,
+    of_rows,
+    perturbed,
+    refused,
+    tokens,
+    weights,
+)
 from .oracle_parts import silu
 
-DIM, HEADS, STATE, EPS = 8, 2, 5, 1e-5
+STATE, EPS = 5, 1e-5
 FORMS = (("full", None), ("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 4))
 every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -25,10 +38,6 @@ every_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 def layer(direction="both", **settings):
     torch.manual_seed(0)
     return perturbed(HydraAttention(DIM, HEADS, direction=direction, **{"state": STATE, **settings}))
-
-
-def tokens(length, seed=1):
-    return helpers.tokens(length, DIM, seed=seed)
 
 
 def oracle(w, u, direction, heads=HEADS):
@@ -69,17 +78,10 @@ def convolved(w, wide, direction, taps):
     return torch.stack(rows)
 
 
-def close(got, want, tolerance=1e-11):
-    torch.testing.assert_close(got.double(), want, atol=tolerance * max(1, want.abs().max().item()), rtol=0)
-
-
 @every_direction
 @pytest.mark.parametrize("length", [1, 2, 13])
 def test_values_and_gradients_are_those_of_the_published_matrix(direction, length):
-    def of_rows(w, x):
-        return torch.stack([oracle(w, row, direction) for row in x])
-
-    check_oracle(layer(direction), of_rows, tokens(length), FORMS, 1e-11, 5e-5)
+    check_oracle(layer(direction), of_rows(oracle, direction), tokens(length), FORMS, 1e-11, 5e-5)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +92,6 @@ def test_padding_and_packing_are_separate_rows(direction, form, masks):
     made = HydraAttention(12, 3, direction=direction, state=4).double()
     set_form(made, *form)
     check_padding(made, *MASKS[masks])
-
-
-@every_direction
-def test_only_a_forward_layer_streams(direction):
-    made = layer(direction)
-    assert made.causal == (direction == "forward")
-    if made.causal:
-        refused("state: expected a HydraState", made.step, tokens(1), ())
-        return
-    for call in (made.prefill, lambda x: made.step(x, ()), lambda x: made.initial_state(2)):
-        refused(f"only 'forward' streams, this layer has '{direction}'", call, tokens(3))
 
 
 def test_parameters_of_the_published_sizes():
@@ -131,11 +122,11 @@ def test_saturated_decays():
     for bias, a in ((0.0, 12.0), (-12.0, -12.0)):
         made = layer()
         made.step_bias.fill_(bias), made.a.fill_(a)
-        want = torch.stack([oracle(weights(made), row, "both") for row in x])
+        want = of_rows(oracle, "both")(weights(made), x)
         for like, tolerance in ((made, 1e-11), (copy.deepcopy(made).float(), 5e-5)):
             for form, size in FORMS:
                 set_form(like, form, size)
-                close(like(x.to(like.a.dtype)), want, tolerance)
+                near(like(x.to(like.a.dtype)), want, tolerance)
 
 
 @every_direction
@@ -155,15 +146,12 @@ def test_settings():
     single = {"mixer": "hydra", "dim": 8, "depth": 1, "num_heads": 2}
     other = "a setting of attention layers, which state space mixers do not have"
     refused(f"feature_map: {other}", make_mixer, "hydra", DIM, HEADS, feature_map="relu")
-    refused(f"normalize: {other}", make_mixer, "hydra", DIM, HEADS, normalize="sum")
     refused("score_dropout is not available", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
     refused(f"rotation: {other}", make_mixer, "hydra", DIM, HEADS, rotation="rope")
-    refused(f"scans: {other}", HydraAttention, DIM, HEADS, scans=("row_snake", "column_snake"))
     refused("expand", HydraAttention, DIM, HEADS, expand=0)
     refused("conv_width: expected at least 1", HydraAttention, DIM, HEADS, conv_width=0)
-    refused("a multiple of num_heads=3, got 8", HydraAttention, DIM, 3)
+    refused("only 'forward' streams, this layer has 'both'", layer().initial_state, 2)
     refused("'alternating' is for a model", HydraAttention, DIM, HEADS, direction="alternating")
-    refused(r"x: expected tokens \(B, L >= 1, 8\), got shape \(2, 3, 7\)", layer(), tokens(3)[..., :7])
     message = "unknown key 'attention.stat': did you mean 'state'"
     refused(message, build, EncoderConfig, {**single, "attention": {"stat": 4}}, source=str)
     stored = {**to_dict(AttentionConfig()), "token_shift": None}  # by earlier versions

@@ -11,11 +11,9 @@ from lion.layers.mixers.base import set_form
 from lion.models.vit import ViT, ViTConfig
 from tests.ops.helpers import error
 
-from . import helpers
-from .helpers import DIRECTIONS, check_finite, check_oracle, perturbed, refused, stream
+from .helpers import DIM, DIRECTIONS, HEADS, check_finite, check_oracle, perturbed, refused, stream, tokens
 from .oracles import ORACLES, oracle
 
-DIM, HEADS = 12, 3
 FORMS = (("full", None), ("chunk", 16), ("chunk", 64), ("rnn", 1), ("rnn", 16))
 SMALL_FORMS = (("full", None), ("chunk", 16), ("rnn", 1), ("rnn", 16))
 every_mixer = pytest.mark.parametrize("mixer", LINEAR)
@@ -35,10 +33,6 @@ def make(mixer: str, direction: str = "forward", spread: float = 0.3) -> LionAtt
     finally:
         torch.set_default_dtype(torch.float32)
     return perturbed(layer, spread)
-
-
-def tokens(length: int, batch: int = 2, seed: int = 1) -> torch.Tensor:
-    return helpers.tokens(length, DIM, batch, seed)
 
 
 def test_every_entry_is_published_and_has_an_oracle():
@@ -99,14 +93,6 @@ def test_a_stream_loses_nothing_with_its_position():
             want = y if want is None else want
             assert error(y, want) < tolerance, position  # only differences of positions matter
             assert state.position.tolist() == [position + 30, position + 35]
-
-
-@with_each("direction", ["backward", "both"])
-def test_only_causal_layers_stream(mixer, direction):
-    layer, x = make(mixer, direction), tokens(3)
-    state = make(mixer).initial_state(2)
-    refused(f"only 'forward' streams, this layer has '{direction}'", layer.step, x, state)
-    refused(f"only 'forward' streams, this layer has '{direction}'", layer.prefill, x)
 
 
 # Directions of a model (Table 16)

@@ -12,8 +12,8 @@ from lion.layers.mixers import LionAttention, set_form
 from lion.layers.mixers.performer import PerformerConfig, orthogonal_features
 from tests.ops.helpers import error
 
-from .helpers import DIRECTIONS, refused
-from .test_mixers import DIM, FORMS, HEADS, tokens
+from .helpers import DIM, DIRECTIONS, HEADS, refused, tokens
+from .test_mixers import FORMS
 
 D = DIM // HEADS
 

@@ -12,8 +12,8 @@ from tests.ops.helpers import error
 from tests.processes import in_processes
 from tools.meta import Received
 
-from .helpers import perturbed
-from .test_mixers import DIM, make, tokens
+from .helpers import DIM, perturbed, tokens
+from .test_mixers import make
 
 pytestmark = pytest.mark.process
 LENGTH = 11  # divisible by none of the numbers of processes

@@ -11,9 +11,8 @@ from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, make_mixer
 from lion.layers.tpe import TPE
 
-from .helpers import close, perturbed, saved, stream
+from .helpers import DIM, near, perturbed, saved, stream
 
-DIM = 12
 MIXERS = {name: (name, {}) for name in LINEAR} | {
     "hydra": ("hydra", {"state": 4}),
     "vim": ("vim", {"state": 3}),
@@ -46,10 +45,6 @@ def tokens(length: int, batch: int = 2) -> torch.Tensor:
     x = torch.randn(batch, length, DIM, generator=torch.Generator().manual_seed(1)).double()
     x[:, length // 2 :] *= 3
     return x
-
-
-def near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-11) -> None:
-    close(got.double(), want, tolerance * max(1, want.abs().max().item()))
 
 
 def check_steps(module, grows: bool = False, narrow: float = 2e-5) -> None:
