@@ -75,7 +75,8 @@ def gated_delta(f: Callable[[Weights, Tensor, int], Tensor]):
 
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = unit_heads(w, x, way.heads)
-        beta, p = sigmoid(linear(w, "decays.0.gate", x, False))[..., None], k
+        beta = sigmoid(linear(w, "decays.0.gate", x, False))[..., None]
+        p = k
         if "decays.0.c" in w:
             p = sigmoid(w["decays.0.c"])[:, None] * k
             q = q - w["decays.0.d"][:, None] * p
@@ -118,7 +119,8 @@ def rwkv7(w: Weights, x: Tensor, state, way: Way):
         return split(sigmoid(w[f"decays.0.{name}"] + up), way.heads)
 
     r, k, v = project(w, x, way.heads)
-    keep, a = torch.exp(-math.exp(-0.5) * lora("w", x, torch.tanh)), lora("a", x, lambda h: h)
+    keep = torch.exp(-math.exp(-0.5) * lora("w", x, torch.tanh))
+    a = lora("a", x, lambda h: h)
     c = unit(k * split(w["decays.0.k_k"], way.heads))
     k = k * (1 + (a - 1) * split(w["decays.0.k_a"], way.heads))
     S = memory(state, v, k)[0]  # (E, D)

@@ -46,7 +46,8 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, f: Tensor | float, state):
     """Update S = diag(f) S + k v^T, z = f z + k, then read y = q S; f is (B, H, D), (.., 1) or a number."""
     S, z = memory(state, q, v)
     f = torch.as_tensor(f, dtype=q.dtype).expand_as(q)
-    S, z = f[..., None] * S + outer(k, v), f * z + k
+    S = f[..., None] * S + outer(k, v)
+    z = f * z + k
     return Read(apply(q, S), dot(q, z), dot(q, k), v), (S, z)
 
 
@@ -55,7 +56,9 @@ def lion(f: Callable[[Weights, Tensor, int], Tensor]):
 
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = project(w, x, way.heads)
-        q, k, kept = shifted(q), shifted(k), f(w, x, way.heads)
+        q = shifted(q)
+        k = shifted(k)
+        kept = f(w, x, way.heads)
         if not way.late:
             return decayed(q, k, v, kept, state)
         read, (S, z) = decayed(q, k, v, 1.0, state)
@@ -89,7 +92,9 @@ def turning(f: Callable[[Weights, Tensor, int], Tensor]):
 
     def cell(w: Weights, x: Tensor, state, way: Way):
         q, k, v = project(w, x, way.heads)
-        q, k, kept = shifted(q), shifted(k), f(w, x, way.heads)
+        q = shifted(q)
+        k = shifted(k)
+        kept = f(w, x, way.heads)
         angle = way.turn * split(w["decays.0.frequency"] * torch.exp(w["decays.0.log_dt"]), way.heads)
         qc, kc = (torch.complex(*y.chunk(2, -1)) for y in (q, k))
 
@@ -99,7 +104,8 @@ def turning(f: Callable[[Weights, Tensor, int], Tensor]):
         S, z = (torch.zeros_like(outer(kc, v)), torch.zeros_like(q)) if state is None else state
         if not way.late:
             S, z = moved(S, z)
-        S, z = S + outer(kc.conj(), v), z + k
+        S = S + outer(kc.conj(), v)
+        z = z + k
         return Read(apply(qc, S).real, dot(q, z), dot(q, k), v), moved(S, z) if way.late else (S, z)
 
     return cell
@@ -112,7 +118,8 @@ def hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
 
 def selective_hippo(w: Weights, x: Tensor, heads: int) -> Tensor:
     """Compute the decay exp((B - sigmoid(W x + b)) dt)."""
-    fixed, selected = torch.exp(w["decays.0.log_rate"]), sigmoid(linear(w, "decays.0.gate", x))
+    fixed = torch.exp(w["decays.0.log_rate"])
+    selected = sigmoid(linear(w, "decays.0.gate", x))
     return split(torch.exp(-(fixed + selected) * torch.exp(w["decays.0.log_dt"])), heads)
 
 
@@ -159,7 +166,8 @@ def mamba(w: Weights, x: Tensor, state, way: Way):
     """Run Mamba, with a number A for each state dimension, or Mamba-2, with one A per head and SiLU on q and k."""
     q, k, v = project(w, x, way.heads)
     if w["decays.0.a"].numel() == way.heads:
-        q, k = silu(q), silu(k)
+        q = silu(q)
+        k = silu(k)
     dt = softplus(linear(w, "decays.0.step", x, False) + w["decays.0.step_bias"])[..., None]
     A = -torch.exp(split(w["decays.0.a"], way.heads))  # (H, D or 1)
     return decayed(q, dt * k, v, torch.exp(dt * A), state)
@@ -194,7 +202,8 @@ def mlstm(w: Weights, x: Tensor, state, way: Way, input_gate=sigmoid):
     """Run the mLSTM without its stabiliser m, which changes no value: h = C q / max(|n q|, 1)."""
     q, k, v = project(w, x, way.heads)
     i, f = linear(w, "decays.0.gates", x, False).chunk(2, -1)
-    i, f = input_gate(i + w["decays.0.input_bias"])[..., None], sigmoid(f + w["decays.0.forget_bias"])[..., None]
+    i = input_gate(i + w["decays.0.input_bias"])[..., None]
+    f = sigmoid(f + w["decays.0.forget_bias"])[..., None]
     return decayed(q, i * k / math.sqrt(k.shape[-1]), v, f, state)
 
 
@@ -205,8 +214,10 @@ def lightnet(w: Weights, x: Tensor, state, way: Way):
     if "decays.0.gate.0.weight" in w:
         logits = split(linear(w, "decays.0.gate.1", linear(w, "decays.0.gate.0", x, False), False), way.heads)
     s, of_decay, S = (torch.zeros_like(k), torch.zeros_like(k), memory(None, q, v)[0]) if state is None else state
-    s, of_decay = s + torch.exp(k), of_decay + torch.exp(logits)
-    key, kept = torch.exp(k) / s, 1 - torch.exp(logits) / of_decay
+    s = s + torch.exp(k)
+    of_decay = of_decay + torch.exp(logits)
+    key = torch.exp(k) / s
+    kept = 1 - torch.exp(logits) / of_decay
     S = kept[..., None] * S + outer(key, v)
     own = dot(silu(q), key)
     return Read(apply(silu(q), S), own, own, v), (s, of_decay, S)
@@ -264,7 +275,8 @@ def scan(name: str, w: Weights, x: Tensor, way: Way) -> Read:
     """Run a cell over x (B, L, dim); return all read-outs (B, L, ..)."""
     if name not in ORACLES:
         raise LookupError(f"no oracle of {name!r}: write it from the paper, not from the code, and add it to ORACLES")
-    state, reads = None, []
+    state = None
+    reads = []
     for t in range(x.shape[1]):
         read, state = ORACLES[name][0](w, x[:, t], state, way)
         reads.append(read)

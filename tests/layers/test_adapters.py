@@ -39,12 +39,15 @@ def made(name: str, block: str) -> nn.Module:
 
 @pytest.mark.parametrize(("name", "block"), CASES)
 def test_adapters_and_hooks_of_every_linear_layer(name, block):
-    layer, called = made(name, block), []
-    merged, x = copy.deepcopy(layer), torch.randn(2, 9, 16)
+    layer = made(name, block)
+    called = []
+    merged = copy.deepcopy(layer)
+    x = torch.randn(2, 9, 16)
     names = [name for name, part in layer.named_modules() if type(part) is nn.Linear]
     for place in names:
         parent, _, own = place.rpartition(".")
-        parent, other = layer.get_submodule(parent), merged.get_submodule(place)
+        parent = layer.get_submodule(parent)
+        other = merged.get_submodule(place)
         adapted = Adapted(getattr(parent, own))
         adapted.register_forward_hook(lambda *_, place=place: called.append(place))
         with torch.no_grad():
@@ -98,7 +101,8 @@ class Halved(torch.Tensor):
 @torch.no_grad()
 def test_weights_of_another_library(name, block):
     torch.manual_seed(0)
-    layer, x = make_mixer(name, 16, 2, direction="forward", block=block).eval(), torch.randn(2, 9, 16)
+    layer = make_mixer(name, 16, 2, direction="forward", block=block).eval()
+    x = torch.randn(2, 9, 16)
     wrapped = copy.deepcopy(layer)
     for part in wrapped.modules():
         if type(part) is nn.Linear:
@@ -111,7 +115,8 @@ def test_weights_of_another_library(name, block):
 
 @torch.no_grad()
 def test_a_forward_of_an_instance_counts():
-    layer, x = make_mixer("rwkv6", 16, 2, block="published"), torch.randn(2, 9, 16)
+    layer = make_mixer("rwkv6", 16, 2, block="published")
+    x = torch.randn(2, 9, 16)
     same = copy.deepcopy(layer)
     for part in layer.modules():
         if type(part) is nn.Linear:
@@ -137,7 +142,8 @@ def test_adapters_of_embeddings_reach_tied_heads_and_types(kind):
         model = GPT(GPTConfig("lion_s", 16, 1, 2), **sizes)
     else:
         model = Bert(BertConfig("lion_s", 16, 1, 2, token_types=2), **sizes)
-    merged, ids = copy.deepcopy(model), torch.arange(32).view(2, 16)
+    merged = copy.deepcopy(model)
+    ids = torch.arange(32).view(2, 16)
     for name in ("tokens", "types"):
         if getattr(model, name, None) is not None:
             adapted = Shifted(getattr(model, name))
@@ -148,13 +154,15 @@ def test_adapters_of_embeddings_reach_tied_heads_and_types(kind):
 
 @pytest.mark.parametrize("name", ["lion_s", "gla", "rwkv6", "gated_deltanet"])
 def test_dynamic_quantisation_of_gates(name):
-    layer, x = make_mixer(name, 64, 4).eval(), torch.randn(2, 9, 64)
+    layer = make_mixer(name, 64, 4).eval()
+    x = torch.randn(2, 9, 64)
     count = sum(type(part) is nn.Linear for part in layer.modules())
     with warnings.catch_warnings(action="ignore"):  # a newer library takes this one's place
         quantised = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, torch.qint8)
     assert sum("quantized.dynamic" in type(part).__module__ for part in quantised.modules()) == count > 2
     with torch.no_grad():
-        known, y = layer(x), quantised(x)
+        known = layer(x)
+        y = quantised(x)
     assert 1e-4 < (y - known).norm() / known.norm() < 0.1
 
 
@@ -172,7 +180,8 @@ def test_a_quantised_layer_streams(name):
 
 def test_adapters_with_dropout_have_the_gradients_of_their_outputs(monkeypatch):
     """Check Vim, whose backward pass computes a part again: with the masks of the forward pass."""
-    layer, x = make_mixer("vim", 16, 2, direction="forward"), torch.randn(2, 9, 16)
+    layer = make_mixer("vim", 16, 2, direction="forward")
+    x = torch.randn(2, 9, 16)
     (side,) = layer.sides
     side.select = nn.Sequential(side.select, nn.Dropout(0.5))
     grads = []
@@ -185,7 +194,9 @@ def test_adapters_with_dropout_have_the_gradients_of_their_outputs(monkeypatch):
 
 
 def test_a_hook_alone_and_weights_in_another_dtype():
-    layer, x, called = nn.Linear(4, 3), torch.randn(2, 4), []
+    layer = nn.Linear(4, 3)
+    x = torch.randn(2, 4)
+    called = []
     known = linear(layer, x)
     layer.register_forward_hook(lambda *_: called.append(1))
     assert torch.equal(linear(layer, x), known) and called == [1]

@@ -55,7 +55,8 @@ def test_padding_and_segments_are_as_if_alone(mixer, direction, masks):
     if direction == "forward":
         gives.append(lambda x: layer.prefill(x, Layout.of(x, *masks))[0])
     check_padding(layer, *masks, *gives)
-    plain, x = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction)), torch.randn(2, 8, 12)
+    plain = make_mixer(mixer, 12, 3, AttentionConfig(direction=direction))
+    x = torch.randn(2, 8, 12)
     y = plain(x, Layout.of(x, PADDED))
     close(y[~PADDED], plain.proj.bias.expand(int((~PADDED).sum()), -1))  # 0 before the projection
 
@@ -69,7 +70,8 @@ def test_conventions_of_mixer_and_direction():
 @pytest.mark.parametrize("mixer", ["lion_d", "lion_s", "lion_s_vector"])
 def test_a_temperature_is_a_root_of_every_decay(mixer):
     """Check the mask of the decays' 4th roots in all forms, in steps and in several scans."""
-    x, snakes = doubles(2, 7, 12), ("row_snake", "column_snake")
+    x = doubles(2, 7, 12)
+    snakes = ("row_snake", "column_snake")
     for settings in ({}, {"direction": "forward"}, {"scans": snakes}):
         grid = grid_layout(3, 2, scans=snakes) if "scans" in settings else GRID
         config = AttentionConfig(**settings)
@@ -113,7 +115,8 @@ def test_feature_maps():
 
 
 def test_score_dropout_is_for_training_in_full_form():
-    layer, x = LionAttention(12, 3, score_dropout=0.5, form="full"), torch.randn(2, 7, 12)
+    layer = LionAttention(12, 3, score_dropout=0.5, form="full")
+    x = torch.randn(2, 7, 12)
     assert not torch.equal(layer(x), layer(x))
     layer.eval()
     assert torch.equal(layer(x), layer(x))
@@ -130,7 +133,8 @@ def test_softmax_has_one_form():
 
 def test_a_layout_may_be_a_mask_or_nothing():
     """Check that a layout may be a mask or None, as in other attention layers; other types raise an error."""
-    layer, x = LionAttention(16, 2, "lion_s"), torch.randn(2, 6, 16)
+    layer = LionAttention(16, 2, "lion_s")
+    x = torch.randn(2, 6, 16)
     valid = torch.arange(6) < torch.tensor([[6], [4]])
     assert torch.equal(layer(x, None), layer(x))
     assert torch.equal(layer(x, valid), layer(x, Layout.of(x, valid=valid)))
@@ -141,7 +145,8 @@ def test_a_layout_may_be_a_mask_or_nothing():
 
 def test_the_mask_of_padding_of_pytorch_is_caught():
     """Check that a mask whose True is padding is not taken in silence, by its name or by position."""
-    layer, x = LionAttention(16, 2), torch.randn(2, 4, 16)
+    layer = LionAttention(16, 2)
+    x = torch.randn(2, 4, 16)
     padding = torch.tensor([[False] * 4, [False, False, True, True]])
     with pytest.raises(TypeError, match=r"key_padding_mask: unknown argument.*layout=~key_padding_mask"):
         layer(x, key_padding_mask=padding)
@@ -204,7 +209,8 @@ def test_alternating_blocks_see_the_past_then_the_future(mixer):
     other = x.clone()
     other[:, 3] += 1
     seen = [(block.attention(other) != block.attention(x)).any(-1)[0].tolist() for block in model.blocks]
-    past, future = [False] * 3 + [True] * 3, [True] * 4 + [False] * 2
+    past = [False] * 3 + [True] * 3
+    future = [True] * 4 + [False] * 2
     assert seen == [past, future, past]
     layout = Layout.of(x, torch.tensor([[True] * 5 + [False]]))
     assert torch.allclose(model(x, layout)[:, :5], model(x[:, :5]), atol=1e-5)
@@ -212,7 +218,8 @@ def test_alternating_blocks_see_the_past_then_the_future(mixer):
 
 @torch.no_grad()
 def test_norms_over_tokens_leave_the_direction_of_softmax():
-    layer, x = SoftmaxAttention(12, 3, direction="forward", out_norm="batchnorm").eval(), torch.randn(1, 6, 12)
+    layer = SoftmaxAttention(12, 3, direction="forward", out_norm="batchnorm").eval()
+    x = torch.randn(1, 6, 12)
     assert torch.allclose(layer(x)[:, :4], layer(x[:, :4]), atol=1e-6)
 
 
@@ -270,7 +277,8 @@ def test_angles_of_a_decay_and_a_rotation_add_up():
 
 @torch.inference_mode()
 def test_a_decay_that_remembers_streams():
-    layer, x = turning(), doubles(2, 12, 12)
+    layer = turning()
+    x = doubles(2, 12, 12)
     whole = layer(x)
     close(stream(layer, x[:, 5:], [1, 6], layer.prefill(x[:, :5])[1])[0], whole[:, 5:])
     y, state = stream(layer, x, [1, 11])
@@ -281,7 +289,8 @@ def test_a_decay_that_remembers_streams():
 @pytest.mark.parametrize("name", ["lion_s", "lion_s_vector", "lion_s_hippo"])
 def test_special_tokens_do_not_decay_and_may_differ_from_row_to_row(name):
     """Check cls, and as many rows as heads, where a mask of rows must not be applied to heads."""
-    layer, x = make_mixer(name, 12, 3), torch.randn(3, 7, 12)
+    layer = make_mixer(name, 12, 3)
+    x = torch.randn(3, 7, 12)
     for special in (GRID.special, torch.eye(3, 7, dtype=torch.bool)):
         log_decay = layer.decays[0](x, layer.heads(x)[1], Layout(special=special)).log_decay
         kept = (log_decay == 0).view(3, 3, 7, -1).all(3)
@@ -308,7 +317,8 @@ def test_scans_may_be_a_list():
     assert LionAttention(12, 3, scans=["row_major"]).config.scans == ("row_major",)
 
 
-SCANS, ROPE = ("row_snake", "column_snake"), AttentionConfig(rotation="rope")
+SCANS = ("row_snake", "column_snake")
+ROPE = AttentionConfig(rotation="rope")
 UNKNOWN = r"mixer: unknown mixer 'sofmax', did you mean 'softmax'\?"
 S4D = HippoConfig(spectrum="s4d_real")
 
@@ -408,10 +418,12 @@ def test_a_mixer_of_another_package():
     """Check the example of the README, in every form, in a model, in timm, and under a name that is taken."""
     timm = pytest.importorskip("lion.timm")
     text = (ROOT / "lion/layers/README.md").read_text().partition("## A mixer of your own")[2]
-    code, names = text.partition("```python\n")[2].partition("```")[0], {}
+    code = text.partition("```python\n")[2].partition("```")[0]
+    names = {}
     try:
         exec(code, names)
-        layer, x = names["layer"].double(), doubles(2, 70, 64)
+        layer = names["layer"].double()
+        x = doubles(2, 70, 64)
         results = []
         for form in layer.forms:
             set_form(layer, form)
@@ -432,7 +444,8 @@ def test_a_mixer_that_is_not_linear_attention():
     text = (ROOT / "lion/layers/README.md").read_text().partition("A mixer that is not linear attention")[2]
     try:
         exec(text.partition("```python\n")[2].partition("```")[0], {})
-        layer, x = make_mixer("average", 12, 3), torch.randn(2, 5, 12)
+        layer = make_mixer("average", 12, 3)
+        x = torch.randn(2, 5, 12)
         check_padding(layer.double(), PADDED, None)
         encoder = Encoder(EncoderConfig(mixer="average", dim=12, depth=1, num_heads=3))
         encoder(x).square().sum().backward()
@@ -457,7 +470,8 @@ def test_an_entry_decides_the_decay_of_its_layer(mixer):
 
 
 def test_a_block_without_a_mixer_streams_with_its_shifts():
-    layer, x = make_mixer("none", 12, 3, direction="forward", conv_width=3).double(), torch.randn(2, 7, 12).double()
+    layer = make_mixer("none", 12, 3, direction="forward", conv_width=3).double()
+    x = torch.randn(2, 7, 12).double()
     y, state = layer.prefill(x[:, :4])
     rest, _ = layer.step(x[:, 4:], state)
     close(torch.cat([y, rest], 1), layer(x))
@@ -472,8 +486,10 @@ def test_a_map_of_keys_alone(scans):
     try:
         torch.manual_seed(0)
         layer = LionAttention(12, 3, "mapped", **({"scans": scans} if scans else {}))
-        mapped, plain = [], []
-        x, layout = torch.randn(2, 7, 12), grid_layout(3, 2, scans or ("row_major",))
+        mapped = []
+        plain = []
+        x = torch.randn(2, 7, 12)
+        layout = grid_layout(3, 2, scans or ("row_major",))
         for key_map, found in (("sigmoid", mapped), (None, plain)):
             layer.mixer = dataclasses.replace(entry, key_map=key_map)
             found.append(layer(x, layout))
@@ -485,7 +501,8 @@ def test_a_map_of_keys_alone(scans):
 
 @torch.no_grad()
 def test_a_stream_under_autocast_keeps_its_cache_narrow():
-    layer, x = SoftmaxAttention(12, 3, direction="forward"), torch.randn(2, 3, 12)
+    layer = SoftmaxAttention(12, 3, direction="forward")
+    x = torch.randn(2, 3, 12)
     with torch.autocast("cpu", torch.bfloat16):
         _, state = layer.step(x, layer.initial_state(2))
         assert state.k.dtype == layer.prefill(x)[1].k.dtype == torch.bfloat16

@@ -13,7 +13,8 @@ from .helpers import MASKS, check_padding, close, doubles, refused
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():
-    layer, x = DropPath(0.25), torch.ones(4000, 2, 3)
+    layer = DropPath(0.25)
+    x = torch.ones(4000, 2, 3)
     y = layer(x)
     per_sample = y[:, 0, 0]
     assert set(per_sample.tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
@@ -60,7 +61,9 @@ def adaln(**settings):
 @torch.no_grad()
 def test_adaln_zero_as_it_is_written():
     """Check AdaLN-Zero, whose one linear layer in DiT is split here: modulation before and after the mixer."""
-    block, x, context = adaln(mlp="mlp_tanh"), torch.randn(2, 5, 12), torch.randn(2, 12)
+    block = adaln(mlp="mlp_tanh")
+    x = torch.randn(2, 5, 12)
+    context = torch.randn(2, 12)
     assert torch.equal(block(x, context=context), x)  # it starts as the identity
     moved(block)
     shift, scale = block.before_mixer.vectors(context)
@@ -84,7 +87,10 @@ def test_where_the_norms_stand():
         block = kind(12, 3, mixer="lion_d", attention=AttentionConfig())
         for norm in (block.norm1, block.norm2):
             norm.weight.normal_(), norm.bias.normal_()
-        mix, mlp, norm1, norm2 = block.attention, block.mlp, block.norm1, block.norm2
+        mix = block.attention
+        mlp = block.mlp
+        norm1 = block.norm1
+        norm2 = block.norm2
         if kind is PreNorm:
             middle = x + mix(norm1(x))
             expected = middle + mlp(norm2(middle))
@@ -96,10 +102,12 @@ def test_where_the_norms_stand():
 
 @torch.no_grad()
 def test_blocks_without_an_mlp():
-    x, context = torch.randn(2, 5, 12), torch.randn(2, 12)
+    x = torch.randn(2, 5, 12)
+    context = torch.randn(2, 12)
     for name, kind in BLOCKS.items():
         block = kind(12, 3, mixer="lion_d", attention=AttentionConfig(), mlp="none")
-        mix, norm = block.attention, block.norm1
+        mix = block.attention
+        norm = block.norm1
         if kind is PostNorm:
             expected = norm(x + mix(x))
         elif kind is AdaLNZero:
@@ -117,7 +125,8 @@ def test_blocks_stream(kind):
     block = kind(12, 3, mixer="lion_s", attention=AttentionConfig(direction="forward")).double()
     if kind is AdaLNZero:
         moved(block)
-    x, context = doubles(2, 8, 12), doubles(2, 12)
+    x = doubles(2, 8, 12)
+    context = doubles(2, 12)
     start, state = block.prefill(x[:, :5], context=context)
     end, _ = block.step(x[:, 5:], state, context=context)
     close(torch.cat([start, end], 1), block(x, context=context), 1e-10)
@@ -136,7 +145,8 @@ def test_contents_of_padding_do_not_change_gradients(kind, mixer, valid, segment
 
 
 def test_the_tanh_of_gpt2_is_near_the_exact_gelu_and_not_the_same():
-    exact, near = MLPS["mlp"](12, 24), MLPS["mlp_tanh"](12, 24)
+    exact = MLPS["mlp"](12, 24)
+    near = MLPS["mlp_tanh"](12, 24)
     near.load_state_dict(exact.state_dict())
     x = 3 * torch.randn(5, 12)
     hidden = exact.fc1(x)

@@ -15,7 +15,8 @@ from .test_mixers import FORMS, make
 
 @pytest.mark.parametrize("mixer", [name for name in LINEAR if MIXERS[name].layer is DeltaAttention])
 def test_negative_eigenvalues_double_beta(mixer):
-    x, layer = tokens(65), make(mixer)
+    x = tokens(65)
+    layer = make(mixer)
     layer.decays[0].strength = 2.0
     negative = LionAttention(DIM, HEADS, mixer, negative_eigenvalues=True, direction="forward").double()
     negative.load_state_dict(layer.state_dict())
@@ -43,7 +44,8 @@ def test_deltaproduct_of_one_step_is_gated_deltanet(direction):
 def test_forms_of_deltaproduct_agree_with_rotations_and_masks(direction):
     """Check three steps of each token, with angles, padding and segments that end inside of chunks."""
     layer = LionAttention(DIM, HEADS, "deltaproduct", direction=direction, householders=3, rotation="rope").double()
-    x, place = tokens(40), torch.arange(40).expand(2, -1)
+    x = tokens(40)
+    place = torch.arange(40).expand(2, -1)
     layout = Layout.of(x, place % 7 != 3, place // 17)
     whole = layer(x, layout)
     for form, size in FORMS:
@@ -63,7 +65,8 @@ def test_settings_of_deltaproduct():
 @pytest.mark.parametrize("mixer", [name for name, entry in LINEAR.items() if entry.feature_map == "silu_unit"])
 def test_a_token_of_zeros_has_a_finite_gradient(mixer):
     """Check gradients at keys and queries of 0, at which a division by their norm alone has no derivative."""
-    layer, x = LionAttention(16, 2, mixer, qkv_bias=False), torch.randn(1, 6, 16)
+    layer = LionAttention(16, 2, mixer, qkv_bias=False)
+    x = torch.randn(1, 6, 16)
     x[:, 2] = 0
     layer(x.requires_grad_()).square().sum().backward()
     assert x.grad[0, 2].abs().max() < 1e4 * x.grad[0].abs().median()  # of a division by the norm: 1e10

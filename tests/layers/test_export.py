@@ -12,7 +12,8 @@ from lion.models.vit import ViT, ViTConfig
 
 from ..ops.helpers import assert_close
 
-BATCH, BATCHES = {0: Dim("batch")}, (1, 2, 5)
+BATCH = {0: Dim("batch")}
+BATCHES = (1, 2, 5)
 BOTH = {0: Dim.AUTO, 1: Dim.AUTO}
 LENGTHS = (1, 7, 65, 127, 128, 300)
 STREAMED = ("lion_lit", "lion_s", "retnet", "rwkv6", "deltanet")
@@ -45,7 +46,8 @@ class Steps(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, x, states):
-        outputs, after = [], []
+        outputs = []
+        after = []
         for layer, given in zip(self.layers, states):
             y, state = layer.step(x, LinearState(*given))
             outputs.append(y)

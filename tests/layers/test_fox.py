@@ -22,7 +22,8 @@ def layer(direction="forward", bias=0.0, **settings):
 
 def oracle(w, x, direction):
     """Compute FoX for one row x (L, dim) as printed: scores plus the sum of log forget gates between two tokens."""
-    length, size = len(x), DIM // HEADS
+    length = len(x)
+    size = DIM // HEADS
     q, k, v = (x @ w["qkv.weight"].T + w.get("qkv.bias", 0)).unflatten(-1, (3, HEADS, size)).unbind(1)
     f = 1 / (1 + torch.exp(-(x @ w["decay.gate.weight"].T + w["decay.gate.bias"])))
     rows = []
@@ -32,7 +33,8 @@ def oracle(w, x, direction):
             seen = {"forward": range(i + 1), "backward": range(i, length), "both": range(length)}[direction]
             scores = []
             for j in seen:
-                low, high = min(i, j), max(i, j)
+                low = min(i, j)
+                high = max(i, j)
                 between = range(low, high) if direction == "backward" else range(low + 1, high + 1)
                 gate = math.prod([f[l, h] for l in between], start=torch.ones((), dtype=x.dtype))
                 scores.append(torch.exp(q[i, h] @ k[j, h] / math.sqrt(size)) * gate)
@@ -51,7 +53,8 @@ def test_values_and_gradients_are_those_of_the_formula(direction, bias):
 @pytest.mark.parametrize("bias", [60.0, -60.0])
 def test_saturated_gates(bias):
     """Gates of 1 are softmax attention; gates of 0 let every token see itself alone."""
-    made, x = layer(bias=bias), tokens(300)
+    made = layer(bias=bias)
+    x = tokens(300)
     if bias > 0:
         plain = make_mixer("softmax", DIM, HEADS, AttentionConfig(direction="forward")).double()
         plain.load_state_dict({n: p for n, p in made.state_dict().items() if not n.startswith("decay")})
@@ -71,8 +74,10 @@ def test_settings_of_linear_mixers_are_refused():
 @pytest.mark.slow
 def test_sums_lose_nothing_over_a_long_stream():
     """Check float32 against float64 after 2,000 tokens, and after others whose gates have summed up to -1e6."""
-    made, x = layer(), tokens(2000, batch=1)
-    want, narrow = made(x), layer().float()
+    made = layer()
+    x = tokens(2000, batch=1)
+    want = made(x)
+    narrow = layer().float()
     close(narrow(x.float()).double(), want, 2e-6)
     state = narrow.prefill(x[:, :1990].float())[1]
     for before in (0, -1e6):

@@ -49,7 +49,8 @@ def test_spectra_are_the_published_ones():
 @pytest.mark.parametrize("spectrum", ROTATING)
 @torch.inference_mode()
 def test_spectra_that_turn_are_complex_states_in_every_form(mixer, spectrum):
-    layer, x = make(mixer, spectrum=spectrum), tokens(37)
+    layer = make(mixer, spectrum=spectrum)
+    x = tokens(37)
     want = oracle(mixer, weights(layer), x, HEADS, "both")
     for form, size in (("full", None), ("chunk", 8), ("rnn", 1), ("rnn", 16)):
         set_form(layer, form, size)
@@ -62,7 +63,8 @@ def test_spectra_that_turn_are_complex_states_in_every_form(mixer, spectrum):
     [*((name, "vector") for name in (*SPECTRA, "random")), ("s4d_real", "scalar"), ("random", "scalar")],
 )
 def test_a_lambda_never_exceeds_one_however_far_it_is_learned(mixer, spectrum, shape):
-    layer, x = make(mixer, spectrum=spectrum, decay_shape=shape).float(), tokens(9).float()
+    layer = make(mixer, spectrum=spectrum, decay_shape=shape).float()
+    x = tokens(9).float()
     decay = layer.decays[0]
     for log_rate, log_dt in ((0.0, 0.0), (200.0, 200.0), (-200.0, -200.0), (200.0, -200.0), (-200.0, 200.0)):
         for form in ("full", "chunk", "rnn"):
@@ -92,13 +94,15 @@ def test_a_random_start_has_no_steps():
 
 
 def test_scalar_decays_have_one_lambda_a_head():
-    x, k = tokens(5).float(), torch.zeros(2, HEADS, 5, DIM // HEADS)
+    x = tokens(5).float()
+    k = torch.zeros(2, HEADS, 5, DIM // HEADS)
     for mixer, shape in zip(MIXERS, ((HEADS,), (2, HEADS, 5))):
         assert make(mixer, decay_shape="scalar").float().decays[0](x, k).log_decay.shape == shape
 
 
 def test_what_is_selected_only_shortens_the_memory():
-    layer, x = make("lion_s_hippo", spread=1.0, spectrum="s4d_real"), tokens(30)
+    layer = make("lion_s_hippo", spread=1.0, spectrum="s4d_real")
+    x = tokens(30)
     rates, steps = layer.decays[0].steps(x)
     log_decay = layer.decays[0](x, x.new_zeros(2, HEADS, 30, DIM // HEADS)).log_decay
     assert (log_decay < -rates[:, None]).all() and (log_decay >= -(rates + steps)[:, None]).all()
@@ -112,7 +116,8 @@ def test_what_is_selected_only_shortens_the_memory():
 def test_zero_order_hold(spectrum):
     """Check Eq. 238 with complex eigenvalues, one for both dimensions of a pair."""
     decay = make("lion_d_hippo", spectrum=spectrum).decays[0]
-    rate, dt = decay.log_rate.detach().exp(), decay.log_dt.detach().exp()
+    rate = decay.log_rate.detach().exp()
+    dt = decay.log_dt.detach().exp()
     eigenvalue = torch.complex(-rate, torch.zeros_like(rate) if decay.frequency is None else decay.frequency.detach())
     wanted = (((eigenvalue * dt).exp() - 1) / eigenvalue).abs()
     wanted, dt = (torch.cat([x.view(HEADS, -1)] * (2 if decay.pairs else 1), -1) for x in (wanted, dt))

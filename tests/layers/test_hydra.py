@@ -47,12 +47,15 @@ def oracle(w, u, direction, heads=HEADS):
     `M_ij = C_{i-1} exp(A (dt_{j+1} + .. + dt_{i-1})) dt_j B_j` for j < i, and its mirror image for j > i.
     """
     sides = {"both": (-1, 1), "forward": (-1,), "backward": (1,)}[direction]
-    inner, total, taps = w["proj.weight"].shape[1], len(w["inputs.weight"]), len(w["convolution.weight"])
+    inner = w["proj.weight"].shape[1]
+    total = len(w["inputs.weight"])
+    taps = len(w["convolution.weight"])
     z, wide = (u @ w["inputs.weight"].T).split([inner, total - inner], -1)
     state = (total - 2 * inner) // (2 * len(sides))
     x, *vectors = silu(convolved(w, wide, direction, taps)).split([inner] + [state] * 2 * len(sides), -1)
     dt = torch.log1p(torch.exp((u @ w["steps.weight"].T).unflatten(-1, (len(sides), heads)) + w["step_bias"]))
-    A, own = -torch.exp(w["a"]), x @ w["diagonal.weight"].T + w["skip"]
+    A = -torch.exp(w["a"])
+    own = x @ w["diagonal.weight"].T + w["skip"]
     x = x.unflatten(-1, (heads, -1))
     rows = []
     for i in range(len(u)):
@@ -62,7 +65,8 @@ def oracle(w, u, direction, heads=HEADS):
             log_decay = torch.zeros_like(A)
             while 0 <= j < len(u):
                 row = row + (torch.exp(log_decay) * step[j] * (C[reader] @ B[j]))[:, None] * x[j]
-                log_decay, j = log_decay + A * step[j], j + side
+                log_decay = log_decay + A * step[j]
+                j = j + side
         rows.append(row.flatten())
     y = torch.stack(rows)
     y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + EPS) * w["norm.weight"] * silu(z)
@@ -71,7 +75,8 @@ def oracle(w, u, direction, heads=HEADS):
 
 def convolved(w, wide, direction, taps):
     """Compute the depthwise convolution of a row (L, C)."""
-    before, rows = {"both": taps // 2, "forward": taps - 1, "backward": 0}[direction], []
+    before = {"both": taps // 2, "forward": taps - 1, "backward": 0}[direction]
+    rows = []
     for i in range(len(wide)):
         seen = [t for t in range(taps) if 0 <= i - before + t < len(wide)]
         rows.append(w["convolution.bias"] + sum(w["convolution.weight"][t] * wide[i - before + t] for t in seen))
@@ -132,7 +137,8 @@ def test_saturated_decays():
 @every_direction
 @torch.no_grad()
 def test_autocast_stays_near_float32(direction):
-    made, x = layer(direction).float(), tokens(40).float()
+    made = layer(direction).float()
+    x = tokens(40).float()
     for form, size in FORMS:
         set_form(made, form, size)
         want = made(x)

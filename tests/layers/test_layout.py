@@ -28,7 +28,8 @@ def test_positions_count_tokens_and_start_anew_with_each_segment():
 
 def test_boolean_segments_are_a_mask_of_padding():
     valid = torch.tensor([[False, True, True, False, True, True], [True] * 6])
-    masks, segments = Layout.of(X, segments=valid), valid.long() - 1
+    masks = Layout.of(X, segments=valid)
+    segments = valid.long() - 1
     assert masks.segment_index is None and torch.equal(masks.valid, valid) and torch.equal(valid_of(valid), valid)
     assert torch.equal(valid_of(segments), valid)
     assert torch.equal(masks.positions[valid], Layout.of(X, segments=segments).positions[valid])
@@ -65,7 +66,8 @@ def test_a_grid_can_have_padding_too():
 
 
 def test_the_layout_of_other_tokens_is_refused():
-    layer, x = LionAttention(12, 3), torch.randn(2, 7, 12)
+    layer = LionAttention(12, 3)
+    x = torch.randn(2, 7, 12)
     for other in (x[:1], x[:, :4], torch.randn(3, 7, 12)):
         layout = Layout.of(other, valid=torch.ones(other.shape[:2], dtype=torch.bool))
         made = re.escape(f"valid {tuple(other.shape[:2])} is of other tokens, got x of shape (2, 7)")
@@ -76,7 +78,8 @@ def test_the_layout_of_other_tokens_is_refused():
 
 
 def test_masks_without_positions_are_refused():
-    layer, x = LionAttention(12, 3), torch.randn(2, 7, 12)
+    layer = LionAttention(12, 3)
+    x = torch.randn(2, 7, 12)
     whole = Layout.of(x, segments=torch.zeros(2, 7, dtype=torch.long))
     for missing in ("valid", "positions"):
         refused(r"need `valid` and `positions`, which Layout\.of", layer, x, whole._replace(**{missing: None}))

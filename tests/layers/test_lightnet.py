@@ -47,8 +47,10 @@ def test_settings_of_the_paper():
 
 @torch.inference_mode()
 def test_without_positions_the_order_makes_no_difference_to_both():
-    x, order = tokens(19), torch.randperm(19, generator=torch.Generator().manual_seed(2))
-    both, forward = make(), make("forward")
+    x = tokens(19)
+    order = torch.randperm(19, generator=torch.Generator().manual_seed(2))
+    both = make()
+    forward = make("forward")
     for form, size in FORMS:
         set_form(both, form, size)
         close(both(x[:, order]), both(x)[:, order], atol=1e-13, rtol=1e-11)
@@ -60,7 +62,8 @@ def test_without_positions_the_order_makes_no_difference_to_both():
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_decay_of_its_own(direction):
     """Check values and gradients of every form with a separate decay."""
-    layer, x = make(direction, **OWN), tokens(30)
+    layer = make(direction, **OWN)
+    x = tokens(30)
     check_oracle(layer, lambda w, x: oracle("lightnet", w, x, HEADS, direction), x, FORMS, 1e-10)
     w = weights(layer)
     other = {**w, "decays.0.gate.0.weight": w["qkv.weight"][: len(w["decays.0.gate.0.weight"])]}
@@ -83,7 +86,8 @@ def test_extreme_keys_and_first_tokens(direction, settings):
     """Check stepwise logits of +-10,000; the first token forgets everything before it, with finite gradients."""
     if direction == "both" and settings:
         return
-    layer, x = make(direction, **settings).float(), torch.randn(2, 40, DIM)
+    layer = make(direction, **settings).float()
+    x = torch.randn(2, 40, DIM)
     valid = torch.ones(2, 40, dtype=torch.bool)
     valid[0, :3], valid[1] = False, False
     with torch.no_grad():
@@ -105,7 +109,8 @@ def test_extreme_keys_and_first_tokens(direction, settings):
 @torch.inference_mode()
 def test_long_streams_lose_nothing():
     """Check decays within 1/4,000 of 1; a difference of two sums would change 1 - decay by up to a thousandth."""
-    layer, x = make("forward", out_norm="none"), tokens(4000, batch=1)
+    layer = make("forward", out_norm="none")
+    x = tokens(4000, batch=1)
     want, _ = layer.prefill(x)
     layer = layer.float()
     set_form(layer, "chunk", 64)

@@ -71,7 +71,8 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
             return operator(*tokens, settings=settings, **arguments)
 
         monkeypatch.setattr(linear_module, name, spy)
-    layer, x = make("lion_s"), tokens(5)
+    layer = make("lion_s")
+    x = tokens(5)
     for form, size in FORMS:
         set_form(layer, form, size)
         layer(x)
@@ -85,7 +86,9 @@ def test_form_and_chunk_size_reach_the_operators(monkeypatch):
 @torch.inference_mode()
 def test_a_stream_loses_nothing_with_its_position():
     """Check that RetNet, which rotates by position, is as exact at token ten million as at the start."""
-    x, want, double = tokens(30), None, make("retnet")
+    x = tokens(30)
+    want = None
+    double = make("retnet")
     for position in (0, 100_000, 10_000_000):
         for layer, tolerance in ((double, 1e-8), (make("retnet").float(), 2e-5)):
             start = layer.initial_state(2)._replace(position=torch.tensor([position, position + 5]))
@@ -106,7 +109,8 @@ def test_alternating_is_of_models():
 def test_every_direction_of_blocks_trains(mixer, direction):
     config = ViTConfig(mixer, DIM, 2, HEADS, patch_size=2, attention=AttentionConfig(direction=direction))
     model = ViT(config, image_size=(6, 6), channels=1, num_classes=3)
-    images, labels = torch.randn(4, 1, 6, 6), torch.tensor([0, 1, 2, 0])
+    images = torch.randn(4, 1, 6, 6)
+    labels = torch.tensor([0, 1, 2, 0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = torch.nn.functional.cross_entropy(model(images), labels)
     loss.backward()
@@ -131,7 +135,8 @@ def test_extreme_inputs_stay_finite(mixer, direction):
 @pytest.mark.parametrize("logit", [-200.0, 200.0])  # keep everything, forget everything
 def test_rwkv6_has_a_double_exponential_that_stays_finite(logit):
     for form, size in SMALL_FORMS:
-        layer, x = make("rwkv6", "both").float(), tokens(40).float()
+        layer = make("rwkv6", "both").float()
+        x = tokens(40).float()
         set_form(layer, form, size)
         layer.decays[0].w.data.fill_(logit)
         check_finite(layer, x)
@@ -140,7 +145,8 @@ def test_rwkv6_has_a_double_exponential_that_stays_finite(logit):
 @with_each("direction", ("forward", "backward", "both"))
 @pytest.mark.slow
 def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
-    layer, x = make(mixer, direction).float(), tokens(40).float()
+    layer = make(mixer, direction).float()
+    x = tokens(40).float()
     for form, size in SMALL_FORMS:
         set_form(layer, form, size)
         want = layer(x)
@@ -168,7 +174,8 @@ def test_autocast_keeps_gates_and_stays_near_float32(mixer, direction):
 @every_mixer
 @torch.inference_mode()
 def test_states_are_float32_in_bf16(mixer):
-    layer, x = make(mixer).float(), tokens(20).float()
+    layer = make(mixer).float()
+    x = tokens(20).float()
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         start, state = layer.prefill(x[:, :11])
@@ -184,7 +191,8 @@ def test_states_are_float32_in_bf16(mixer):
 @pytest.mark.parametrize("mixer", ["softmax", "fox", "lion_s", "gated_deltanet"])
 @torch.inference_mode()
 def test_a_stream_goes_on_in_another_dtype(mixer):
-    layer, x = make_mixer(mixer, 32, 2, direction="forward"), torch.randn(2, 12, 32)
+    layer = make_mixer(mixer, 32, 2, direction="forward")
+    x = torch.randn(2, 12, 32)
     want, (_, state) = layer(x), layer.prefill(x[:, :8])
     y, state = layer.bfloat16().step(x[:, 8:10].bfloat16(), state)
     assert y.dtype == torch.bfloat16
@@ -196,7 +204,8 @@ def test_a_stream_goes_on_in_another_dtype(mixer):
 @torch.inference_mode()
 def test_long_sequences_stay_near_float32_in_bf16(mixer):
     """Check long sequences, because bf16 cannot represent positions above 256."""
-    layer, x = make(mixer).bfloat16().float(), tokens(300, batch=1).bfloat16().float()  # equal weights in both dtypes
+    layer = make(mixer).bfloat16().float()
+    x = tokens(300, batch=1).bfloat16().float()  # equal weights in both dtypes
     set_form(layer, "chunk", 64)
     want = layer(x)
     with torch.autocast("cpu", torch.bfloat16):

@@ -25,13 +25,16 @@ def norm(**settings) -> BatchNorm:
 
 
 def test_without_padding_it_is_pytorchs():
-    own, x = norm(momentum=0.9), 3 * doubles(4, 10, DIM) + 1
+    own = norm(momentum=0.9)
+    x = 3 * doubles(4, 10, DIM) + 1
     other = nn.BatchNorm1d(DIM, momentum=0.1).double()
     other.load_state_dict(
         {"weight": own.weight, "bias": own.bias, "running_mean": own.mean, "running_var": own.var}, False
     )
-    given, again = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, want = own(given), other(again.mT).mT
+    given = x.clone().requires_grad_()
+    again = x.clone().requires_grad_()
+    y = own(given)
+    want = other(again.mT).mT
     close(y, want)
     y.sin().sum().backward(), want.sin().sum().backward()
     close(given.grad, again.grad)
@@ -45,10 +48,12 @@ def test_without_padding_it_is_pytorchs():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_counts_for_nothing(side):
-    lengths, x = (9, 4, 1), doubles(3, 9, DIM)
+    lengths = (9, 4, 1)
+    x = doubles(3, 9, DIM)
     valid = torch.arange(9) < torch.tensor(lengths)[:, None]
     valid = valid.flip(1) if side == "left" else valid
-    alone, padded = norm(), norm()
+    alone = norm()
+    padded = norm()
     kept = x[valid][None].clone().requires_grad_()
     want = alone(kept)
     want.sin().sum().backward()
@@ -66,7 +71,8 @@ def test_padding_counts_for_nothing(side):
 
 
 def test_evaluation_changes_nothing_and_reads_the_running_values():
-    own, x = norm(), doubles(2, 5, DIM)
+    own = norm()
+    x = doubles(2, 5, DIM)
     own(x)
     own.eval()
     before = own.mean.clone(), own.var.clone()
@@ -76,7 +82,8 @@ def test_evaluation_changes_nothing_and_reads_the_running_values():
 
 
 def test_statistics_are_float32_in_bf16():
-    own, x = norm().float(), (torch.randn(8, 500, DIM) * 1e-2 + 5).bfloat16()
+    own = norm().float()
+    x = (torch.randn(8, 500, DIM) * 1e-2 + 5).bfloat16()
     y = own(x)
     assert y.dtype == torch.bfloat16 and own.mean.dtype == torch.float32
     close(own.mean, 0.1 * x.float().mean((0, 1)), atol=1e-4, rtol=1e-4)
@@ -103,7 +110,8 @@ def test_two_processes_normalise_by_the_whole_batch(tmp_path):
 
 
 def test_rms_norm_is_float32_under_autocast(recwarn):
-    x, norm = torch.randn(2, 5, DIM, dtype=torch.bfloat16), RMSNorm(DIM)
+    x = torch.randn(2, 5, DIM, dtype=torch.bfloat16)
+    norm = RMSNorm(DIM)
     with torch.autocast("cpu", torch.bfloat16):
         y = norm(x)
     assert y.dtype == torch.float32 and not [w for w in recwarn if "dtype" in str(w.message)]

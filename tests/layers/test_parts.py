@@ -94,7 +94,8 @@ def make(mixer, direction="both", block="published"):
 
 def formula(layer, x, direction):
     """Compute a layer of x (B, L, dim) in plain code; only the mixing of heads is the layer's."""
-    c, H = layer.parts, 3
+    c = layer.parts
+    H = 3
     width = layer.value_dim * H
     other = neighbours(x, direction)
     shifted = [x] * 5 if not c.token_shift else [x + mu * (other - x) for mu in mixes(layer.token_shift, x, other)]
@@ -108,7 +109,8 @@ def formula(layer, x, direction):
         q, k, v = convolve(layer, torch.cat([q, k, v], -1), direction).split(layer.widths, -1)
     if c.kv_shift:
         for_k, for_v = (x @ layer.kv_shift.share.weight.T).sigmoid().split((layer.key_heads, H), -1)
-        k, v = data_shift(k, for_k, direction), data_shift(v, for_v, direction)
+        k = data_shift(k, for_k, direction)
+        v = data_shift(v, for_v, direction)
     if c.value_map == "silu":
         v = v * torch.sigmoid(v)
     shared = H // layer.key_heads
@@ -134,12 +136,14 @@ def formula(layer, x, direction):
         y = y + (score[..., None] * v).transpose(1, 2).flatten(2)
     gate = 1
     if c.out_gate != "none":
-        logits, matrices = shifted[-1], [part.weight.T for part in layer.out_gate if hasattr(part, "weight")]
+        logits = shifted[-1]
+        matrices = [part.weight.T for part in layer.out_gate if hasattr(part, "weight")]
         for i, matrix in enumerate(matrices):
             logits = (logits.sigmoid() if i and c.out_gate == "inner_sigmoid" else logits) @ matrix
         gate = {"silu": logits * logits.sigmoid(), "sigmoid": logits.sigmoid(), "inner_sigmoid": logits}[c.out_gate]
     if c.gate_first:
-        y, gate = y * gate, 1
+        y = y * gate
+        gate = 1
     if c.out_norm == "rmsnorm":
         y = rms(y) * layer.out_norm.weight
     return F.linear(y * gate, layer.proj.weight, layer.proj.bias)
@@ -147,7 +151,8 @@ def formula(layer, x, direction):
 
 def neighbours(x, direction):
     """Return the token before each token of x (B, L, C), or the mean of both neighbours."""
-    before, after = F.pad(x, (0, 0, 1, 0))[:, :-1], F.pad(x, (0, 0, 0, 1))[:, 1:]
+    before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+    after = F.pad(x, (0, 0, 0, 1))[:, 1:]
     return before if direction == "forward" else (before + after) / 2
 
 
@@ -160,7 +165,8 @@ def mixes(shift, x, other):
 
 
 def convolve(layer, x, direction):
-    width, weight = layer.parts.conv_width, layer.conv.weight.T[:, None]
+    width = layer.parts.conv_width
+    weight = layer.conv.weight.T[:, None]
     left = width - 1 if direction == "forward" else width // 2
     return F.conv1d(F.pad(x.mT, (left, width - 1 - left)), weight, layer.conv.bias, groups=len(weight)).mT
 
@@ -179,7 +185,8 @@ def rwkv7_factor(layer, x, head):
     """Compute `1 + (a - 1) k_a` of RWKV-7, with which the keys of its bonus are multiplied; 1 for other mixers."""
     if not isinstance(layer, RWKV7Attention):
         return 1
-    rule, own = layer.decays[0], slice(4 * head, 4 * head + 4)
+    rule = layer.decays[0]
+    own = slice(4 * head, 4 * head + 4)
     a = (rule.a + x[..., -12:] @ rule.a_down.weight.T @ rule.a_up.weight.T).sigmoid()
     return (1 + (a - 1) * rule.k_a)[..., own]
 
@@ -188,8 +195,11 @@ def rwkv7_factor(layer, x, head):
 @every_direction
 def test_parts_are_their_formulas(mixer, direction):
     """Check outputs and the gradients of the input and of all parameters."""
-    layer, x = make(mixer, direction), torch.randn(2, 9, 12, dtype=torch.double, requires_grad=True)
-    weight, leaves, found = doubles(2, 9, 12), [x, *layer.parameters()], []
+    layer = make(mixer, direction)
+    x = torch.randn(2, 9, 12, dtype=torch.double, requires_grad=True)
+    weight = doubles(2, 9, 12)
+    leaves = [x, *layer.parameters()]
+    found = []
     for form in ("full", "chunk", "rnn") if mixer == "lion_s, all parts" else ("auto",):
         set_form(layer, form, 4)
         y = layer(x)
@@ -204,7 +214,8 @@ def test_parts_are_their_formulas(mixer, direction):
 @torch.no_grad()
 def test_decay_and_erase_of_rwkv7_read_their_own_mix():
     layer, x, y = make("rwkv7"), *doubles(2, 1, 5, 12)
-    rule, k = layer.decays[0], doubles(1, 3, 5, 4)
+    rule = layer.decays[0]
+    k = doubles(1, 3, 5, 4)
     both, of_x, of_y = (rule(t, k) for t in (torch.cat([x, y], -1), x, y))
     assert layer.token_shift.mix.shape == (6, 12) and not torch.equal(of_x.k, of_y.k)
     assert torch.equal(both.log_decay, of_x.log_decay) and torch.equal(both.gates.erase, of_y.gates.erase)

@@ -39,7 +39,9 @@ def test_features_are_orthogonal_and_normal():
 @pytest.mark.slow
 def test_the_estimate_converges_to_softmax(direction):
     """Check that the mean error over draws falls like 1 / sqrt(m), as that of a mean of m features."""
-    layer, x, counts = make(direction), tokens(30) / 2, (64, 1024, 16_384)  # larger keys have heavier tails
+    layer = make(direction)
+    x = tokens(30) / 2
+    counts = (64, 1024, 16_384)  # larger keys have heavier tails
     q, k, v = layer.heads(x)
     exact = F.scaled_dot_product_attention(q, k, v, is_causal=direction == "forward")
     errors = []
@@ -57,7 +59,9 @@ def test_the_estimate_converges_to_softmax(direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_large_keys_in_padded_segments(direction):
     """Check logits beyond the range of exp in float32, with a maximum for each segment, against float64."""
-    wide, x, place = make(direction), tokens(40), torch.arange(40).expand(2, -1)
+    wide = make(direction)
+    x = tokens(40)
+    place = torch.arange(40).expand(2, -1)
     with torch.no_grad():
         wide.qkv.weight.mul_(6)
     x[:, :17] *= 4
@@ -74,7 +78,8 @@ def test_large_keys_in_padded_segments(direction):
 
 
 def test_features_are_saved_and_drawn_from_the_seed():
-    first, same = make(), make()
+    first = make()
+    same = make()
     assert torch.equal(first.random_features, same.random_features) and "random_features" in first.state_dict()
     assert first.count == math.ceil(D * math.log(D)) and make(features=7).count == 7
 

@@ -44,7 +44,8 @@ def test_pairs_are_shared_out_among_the_axes(layout, head_dim):
 @pytest.mark.parametrize("layout", [CUBE, grid_layout(3, 5)])
 def test_as_printed_the_pairs_are_numbered_over_all_axes(layout):
     """Check Eq. 12: theta_j = 10000^(-2j / d), s d / k < j <= (s + 1) d / k for axis s; pairs start at j = 0 here."""
-    axes, each = len(layout.coords), 6 // len(layout.coords)
+    axes = len(layout.coords)
+    each = 6 // len(layout.coords)
     got = ROTATIONS["lrpe_printed"](2, 12)(torch.randn(2, layout.coords.shape[1], 24), layout)
     for j in range(axes * each):
         want = layout.coords[j // each].clamp(min=0).double() * 10_000 ** (-2 * j / 12)

@@ -29,7 +29,8 @@ def test_orders_of_the_released_code():
 def test_every_order_visits_all_tokens_once(name):
     for height, width, extra in ((1, 1, 1), (1, 5, 0), (5, 1, 1), (2, 3, 3), (7, 4, 0), (8, 8, 3)):
         grid = grid_layout(height, width, (name, name), extra)
-        order, patches = grid.orders[0], height * width
+        order = grid.orders[0]
+        patches = height * width
         assert order.sort().values.tolist() == list(range(extra + patches))
         assert order[:extra].tolist() == list(range(extra))
         assert grid.special.tolist() == [True] * extra + [False] * patches
@@ -67,7 +68,9 @@ def oracle(layer: LionAttention, x: torch.Tensor, grid, **how) -> torch.Tensor:
 @pytest.mark.parametrize("direction", ["both", "forward", "backward"])
 def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
     how = dict(scan_merge=merge, direction=direction, decay_convention="source")
-    layer, grid, x = layer_of(mixer, **how), grid_layout(4, 5, SNAKES), doubles(2, 21, 12)
+    layer = layer_of(mixer, **how)
+    grid = grid_layout(4, 5, SNAKES)
+    x = doubles(2, 21, 12)
     with torch.no_grad():
         want = oracle(layer, x, grid, **how)
         for form, size in (("auto", 64), ("full", 64), ("chunk", 4), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
@@ -78,7 +81,8 @@ def test_layer_is_the_definition_in_every_form(mixer, merge, direction):
 @pytest.mark.parametrize("mixer", ["lion_d", "lion_s"])
 @pytest.mark.parametrize("merge", SCAN_MERGES)
 def test_every_scan_learns_a_decay_of_its_own(mixer, merge):
-    layer, grid = layer_of(mixer, scan_merge=merge), grid_layout(3, 3, SNAKES)
+    layer = layer_of(mixer, scan_merge=merge)
+    grid = grid_layout(3, 3, SNAKES)
     layer(doubles(2, 10, 12), grid).square().sum().backward()
     grads = [torch.cat([p.grad.flatten() for p in d.parameters()]) for d in layer.decays]
     assert all(g.abs().max() > 1e-8 for g in grads) and not torch.allclose(*grads)
@@ -87,7 +91,8 @@ def test_every_scan_learns_a_decay_of_its_own(mixer, merge):
 def test_one_scan_in_another_order():
     plain, snake = (LionAttention(12, 3, "lion_s", scans=s).double() for s in (("row_major",), ("row_snake",)))
     snake.load_state_dict(plain.state_dict())
-    grid, x = grid_layout(4, 4, ("row_snake",)), doubles(2, 17, 12)
+    grid = grid_layout(4, 4, ("row_snake",))
+    x = doubles(2, 17, 12)
     order = grid.orders[0]
     close(snake(x, grid)[:, order], plain(x[:, order], grid_layout(4, 4)))
 
@@ -99,8 +104,10 @@ def test_other_mixers_have_one_scan():
 
 
 def test_bad_scans():
-    layer, x = layer_of("lion_s"), doubles(1, 10, 12)
-    causal, unordered = layer_of("lion_s", direction="forward"), "layout: scans row_snake, column_snake need the orders"
+    layer = layer_of("lion_s")
+    x = doubles(1, 10, 12)
+    causal = layer_of("lion_s", direction="forward")
+    unordered = "layout: scans row_snake, column_snake need the orders"
     packed = grid_layout(3, 3, SNAKES).masked(x, segments=torch.zeros(1, 10, dtype=torch.long))
     unknown, stream = "scans: unknown scan 'snake', did you mean 'row_snake'", "scans: a stream has one order"
     refused(unknown, resolve_mixer, "lion_s", AttentionConfig(scans=("snake",)))

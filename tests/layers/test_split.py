@@ -92,7 +92,9 @@ def gradients(layer, x, layout, weights) -> tuple[torch.Tensor, ...]:
 
 
 def work(group, cases) -> dict[str, tuple[torch.Tensor, ...]]:
-    part, x, weights = Part.of(group), tokens(LENGTH), tokens(LENGTH, seed=2)
+    part = Part.of(group)
+    x = tokens(LENGTH)
+    weights = tokens(LENGTH, seed=2)
     found = {}
     for name, (layer, masks) in cases.items():
         layout = Layout.of(x, **masks).split(x, part)
@@ -101,7 +103,10 @@ def work(group, cases) -> dict[str, tuple[torch.Tensor, ...]]:
 
 
 def test_every_mixer_is_split_over_processes():
-    by_parts, by_heads, x, weights = cases(), cases_by_heads(), tokens(LENGTH), tokens(LENGTH, seed=2)
+    by_parts = cases()
+    by_heads = cases_by_heads()
+    x = tokens(LENGTH)
+    weights = tokens(LENGTH, seed=2)
     every = {**by_parts, **by_heads}
     expected = {}
     for name, (layer, masks) in every.items():

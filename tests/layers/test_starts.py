@@ -17,7 +17,8 @@ def between(low, high, of=lambda p: p):
     """Return a check that `of(p)` lies between two numbers, and reaches both up to a tenth of their distance."""
 
     def check(p):
-        found, slack = of(p.detach()), (high - low) / 10
+        found = of(p.detach())
+        slack = (high - low) / 10
         assert low - 1e-5 <= found.min() <= low + slack and high - slack <= found.max() <= high + 1e-5
 
     return check
@@ -35,7 +36,8 @@ def sized(*shape):
 
 
 STEPS = between(torch.tensor(1e-3).log(), torch.tensor(1e-1).log(), lambda p: F.softplus(p).log())
-RATES, WIDE_RATES = between(1, 16, torch.exp), between(0, 16, torch.exp)
+RATES = between(1, 16, torch.exp)
+WIDE_RATES = between(0, 16, torch.exp)
 LOW_RANKS = {
     f"decays.0.{name}_{way}.weight": shape for name in "wa" for way, shape in (("down", (64, DIM)), ("up", (DIM, 64)))
 }

@@ -80,7 +80,8 @@ def check_padded_steps(module, hole: float = torch.nan) -> None:
     valid[1, :4] = False
     valid[1, 8:] = False
     valid[2] = False
-    given, new = x[:, :10], x[:, 10:]
+    given = x[:, :10]
+    new = x[:, 10:]
     given[~valid] = hole
     prefilled = module.prefill(given, Layout.of(given, valid))
     stepped = stream(module, given, [1, 3, 6], valid=valid)
@@ -107,7 +108,8 @@ def test_padding_is_skipped_wherever_it_is(name):
 @every_module
 @torch.no_grad()
 def test_of_several_segments_the_last_goes_on(name):
-    module, x = make(name), tokens(14)
+    module = make(name)
+    x = tokens(14)
     segments = torch.tensor([[0] * 5 + [1] * 5, [0] * 2 + [1] * 7 + [-1]])
     layout = Layout.of(x[:, :10], segments=segments)
     _, state = module.prefill(layout.clean(x[:, :10]), layout)

@@ -27,7 +27,8 @@ def tokens(*shape):
 
 def oracle(module: TPE, x: torch.Tensor) -> torch.Tensor:
     """Compute Eq. 8 for x (B, n_1, .., n_k, dim), position by position."""
-    decay, places = torch.sigmoid(module.decay), list(itertools.product(*map(range, x.shape[1:-1])))
+    decay = torch.sigmoid(module.decay)
+    places = list(itertools.product(*map(range, x.shape[1:-1])))
     weight = module.weight * (1 - decay)
     rows = []
     for place in places:
@@ -63,7 +64,8 @@ def test_one_axis_is_the_double_loop(length):
 @pytest.mark.parametrize("grid", [(5,), (3, 4), (1, 6), (2, 3, 4), (2, CHUNK + 3)])
 @pytest.mark.slow
 def test_a_grid_is_the_double_loop(grid):
-    module, places = tpe(grid=grid), torch.cartesian_prod(*map(torch.arange, grid)).view(-1, len(grid)).mT
+    module = tpe(grid=grid)
+    places = torch.cartesian_prod(*map(torch.arange, grid)).view(-1, len(grid)).mT
     layout = Layout(coords=places)
     check(module, tokens(2, places.shape[1], 3), lambda x: module(x, layout), lambda x: flat(module, x, grid))
 
@@ -74,7 +76,9 @@ def flat(module, x, grid):
 
 def test_tokens_of_a_grid_in_any_order_with_cls_and_holes():
     """Check that tokens without coordinates are unchanged, and that empty or padded positions contribute nothing."""
-    module, layout, x = tpe(grid=(3, 4)), grid_layout(3, 4, special=2), tokens(2, 14, 3)
+    module = tpe(grid=(3, 4))
+    layout = grid_layout(3, 4, special=2)
+    x = tokens(2, 14, 3)
     whole = module(x, layout)
     assert torch.equal(whole[:, :2], x[:, :2])
     close(whole[:, 2:], flat(module, x[:, 2:], (3, 4)))
@@ -82,7 +86,8 @@ def test_tokens_of_a_grid_in_any_order_with_cls_and_holes():
     close(module(x[:, order], Layout(coords=layout.coords[:, order])), whole[:, order])
     valid = torch.ones(2, 14, dtype=torch.bool)
     valid[:, 5::3] = False
-    kept, empty = valid[0], x.masked_fill(~valid[..., None], 0)
+    kept = valid[0]
+    empty = x.masked_fill(~valid[..., None], 0)
     want = flat(module, empty[:, 2:], (3, 4))[:, kept[2:]]
     bad = x.masked_fill(~valid[..., None], torch.nan)
     close(module(bad, layout.masked(x, valid))[:, kept][:, 2:], want)
@@ -110,7 +115,10 @@ def ragged(length):
 @torch.inference_mode()
 @pytest.mark.slow
 def test_segments_over_chunks_and_what_goes_on_from_the_last():
-    module, x, new, segments = tpe(), tokens(3, 230, 3), tokens(3, 5, 3), ragged(230)
+    module = tpe()
+    x = tokens(3, 230, 3)
+    new = tokens(3, 5, 3)
+    segments = ragged(230)
     layout = Layout.of(x, segments=segments)
     y, state = module.prefill(x, layout)
     close(module(x, layout), y)
@@ -137,7 +145,8 @@ def test_what_comes_in_comes_through_at_the_start():
 
 def test_a_step_of_one_size_changes_no_more_where_much_is_remembered():
     """Check that the gradient of a weight is that of a running average, whatever the memory of the state."""
-    module, x = TPE(8, 64).double(), torch.ones(1, 4000, 8).double()
+    module = TPE(8, 64).double()
+    x = torch.ones(1, 4000, 8).double()
     module(x)[:, -1].sum().backward()
     close(module.weight.grad, torch.ones(1, 8, 64).double(), 0.03)
 
@@ -151,7 +160,8 @@ def test_parameters_of_the_paper():
 
 
 def test_long_and_extreme_sums_stay_finite():
-    module, x = TPE(2, 4), torch.ones(1, 5000, 2)
+    module = TPE(2, 4)
+    x = torch.ones(1, 5000, 2)
     with torch.no_grad():
         module.decay.copy_(torch.tensor([-200.0, -1.0, 12.0, 200.0]))
         module.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -162,7 +172,8 @@ def test_long_and_extreme_sums_stay_finite():
 
 
 def test_sums_are_float32_beside_narrow_tokens():
-    module, x = TPE(3, 4), tokens(1, 200, 3).bfloat16()
+    module = TPE(3, 4)
+    x = tokens(1, 200, 3).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         y, state = module.prefill(x)
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
@@ -170,7 +181,8 @@ def test_sums_are_float32_beside_narrow_tokens():
 
 
 def test_coordinates_that_do_not_fit():
-    coords, x = grid_layout(2, 3).coords, tokens(1, 7, 3)
+    coords = grid_layout(2, 3).coords
+    x = tokens(1, 7, 3)
     for changed, message in (
         (None, r"a grid of 2 x 3 needs coords \(2, 7\), got None"),
         (coords[:1], r"a grid of 2 x 3 needs coords \(2, 7\), got \(1, 7\)"),
@@ -183,7 +195,8 @@ def test_coordinates_that_do_not_fit():
 
 
 def test_what_is_wrong_is_named():
-    module, x = tpe(grid=(2, 3)), tokens(1, 7, 3)
+    module = tpe(grid=(2, 3))
+    x = tokens(1, 7, 3)
     packed = grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long))
     refused("tpe: these tokens have coordinates on a grid", tpe(), x, grid_layout(2, 3))
     refused("segments: a grid has one sample per row", module, x, packed)

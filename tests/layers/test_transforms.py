@@ -16,7 +16,8 @@ GRIDS = {"lion_s", "gla", "deltanet", "lightnet"}  # scalar and vector decays, a
 
 def cases() -> list[tuple[str, str, str]]:
     """Return every mixer in one form and direction in turn, and those of `GRIDS` in all forms and directions."""
-    made, turns = [], itertools.count()
+    made = []
+    turns = itertools.count()
     for name, entry in MIXERS.items():
         forms = entry.layer.forms or ("full",)
         turn = next(turns)
@@ -46,7 +47,8 @@ def case(request):
     name, form, direction = request.param
     layer = small(name, form, direction)
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
-    x, weights = doubles(3, 9, 8), doubles(9, 8)
+    x = doubles(3, 9, 8)
+    weights = doubles(9, 8)
 
     def loss(parameters, sample):
         return (functional_call(layer, parameters, (sample[None],))[0] * weights).sum()
@@ -63,7 +65,8 @@ def test_gradients_of_each_sample(case):
         return dict(zip(given, found))
 
     each = [known(sample) for sample in x]
-    one, every = grad(loss)(parameters, x[0]), vmap(grad(loss), (None, 0))(parameters, x)
+    one = grad(loss)(parameters, x[0])
+    every = vmap(grad(loss), (None, 0))(parameters, x)
     for name in parameters:
         close(one[name], each[0][name], rtol=1e-9, atol=1e-11)
         close(every[name], torch.stack([g[name] for g in each]), rtol=1e-9, atol=1e-11)
@@ -71,7 +74,8 @@ def test_gradients_of_each_sample(case):
 
 def test_directional_derivative(case, request):
     parameters, x, loss = case
-    along, step = torch.randn_like(x[0]), 1e-6
+    along = torch.randn_like(x[0])
+    step = 1e-6
 
     def of(sample):
         return loss(parameters, sample)
@@ -112,7 +116,8 @@ def test_vmap_over_segments(form):
 
 @pytest.mark.parametrize("mixer", ["fox", "softmax", "lion_s"])
 def test_samples_of_a_layer_whose_parameters_learn(mixer):
-    layer, x = make_mixer(mixer, 8, 2).double(), doubles(3, 9, 8)
+    layer = make_mixer(mixer, 8, 2).double()
+    x = doubles(3, 9, 8)
     alone = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
     together = torch.autograd.grad(vmap(lambda row: layer(row[None])[0])(x).square().sum(), list(layer.parameters()))
     for one, other in zip(together, alone, strict=True):

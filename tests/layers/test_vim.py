@@ -49,9 +49,12 @@ def oracle(w, x, direction):
 
 def scan(w, u, reverse):
     """Compute Mamba's Algorithm 2 for one row u (L, E), token by token; the taps of the convolution are causal."""
-    rank, state = w["step.weight"].shape[1], w["a"].shape[1]
+    rank = w["step.weight"].shape[1]
+    state = w["a"].shape[1]
     taps = w["convolution.weight"].flip(0) if reverse else w["convolution.weight"]  # the oldest token comes first
-    A, h, rows = -torch.exp(w["a"]), torch.zeros_like(w["a"]), []
+    A = -torch.exp(w["a"])
+    h = torch.zeros_like(w["a"])
+    rows = []
     for t in range(len(u)):
         seen = [(k, t - len(taps) + 1 + k) for k in range(len(taps))]
         v = silu(w["convolution.bias"] + sum(taps[k] * u[i] for k, i in seen if i >= 0))
@@ -78,7 +81,8 @@ def test_padding_and_packing_are_separate_rows(direction, size, masks):
 @every_direction
 @pytest.mark.parametrize("bias", [-200.0, 200.0, 1e4])  # dt is 0, or so large that a token forgets all others
 def test_extreme_decays_stay_exact(direction, bias):
-    made, x = layer(direction), tokens(20, dim=DIM)
+    made = layer(direction)
+    x = tokens(20, dim=DIM)
     with torch.no_grad():
         for side in made.sides:
             side.step_bias.fill_(bias)
@@ -91,7 +95,8 @@ def test_extreme_decays_stay_exact(direction, bias):
 
 @every_direction
 def test_autocast_keeps_steps_and_states_in_float32(direction):
-    made, x = layer(direction).float(), tokens(40, dim=DIM).float()
+    made = layer(direction).float()
+    x = tokens(40, dim=DIM).float()
     want = made(x)
     with torch.autocast("cpu", torch.bfloat16):
         got = made(x)
@@ -106,7 +111,8 @@ def test_autocast_keeps_steps_and_states_in_float32(direction):
 
 @every_direction
 def test_rates_beyond_the_range_of_float32_forget_everything(direction):
-    made, x = layer(direction).float(), tokens(8, dim=DIM).float()
+    made = layer(direction).float()
+    x = tokens(8, dim=DIM).float()
     with torch.no_grad():
         for side in made.sides:
             side.a.fill_(200)
@@ -122,9 +128,11 @@ def test_rates_beyond_the_range_of_float32_forget_everything(direction):
 @pytest.mark.compiled
 def test_compiled_values_and_gradients_are_those_of_the_eager_layer():
     """Check the compiled steps inside a graph, with a last step that is filled up, segments and padding."""
-    made, x = layer("backward", chunk_size=2).float(), tokens(3, dim=DIM).float()
+    made = layer("backward", chunk_size=2).float()
+    x = tokens(3, dim=DIM).float()
     segments = torch.tensor([[0, 1, 1], [0, -1, 1]])
-    layout, projection = Layout.of(x, segments=segments), tokens(3, seed=2, dim=DIM).float()
+    layout = Layout.of(x, segments=segments)
+    projection = tokens(3, seed=2, dim=DIM).float()
 
     def results(run):
         made.zero_grad()

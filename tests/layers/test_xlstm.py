@@ -60,7 +60,8 @@ def test_float32_with_extreme_gates(direction, spread):
     Scores are positive: a sum of signed scores near 0 would amplify rounding errors. The logits themselves are rounded
     in proportion to their size.
     """
-    wide, x = make(direction, spread, feature_map="elu1"), tokens(80)
+    wide = make(direction, spread, feature_map="elu1")
+    x = tokens(80)
     layer = make(direction, spread, feature_map="elu1").float()
     for form, size in FORMS:
         set_form(layer, form, size)
@@ -69,7 +70,8 @@ def test_float32_with_extreme_gates(direction, spread):
 
 @pytest.mark.compiled
 def test_one_graph():
-    layer, x = make("both"), tokens(20)
+    layer = make("both")
+    x = tokens(20)
     layout = Layout.of(x, torch.arange(20).expand(2, -1) % 7 != 3, torch.arange(20).expand(2, -1) // 9)
     compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
     for length in (20, 13):
