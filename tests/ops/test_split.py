@@ -22,7 +22,19 @@ from lion.ops.split_one_scan import split_one_scan_attention
 from tests.processes import in_processes
 
 from .checks import attend
-from .helpers import Inputs, assert_close, case, error, make, pairwise, signed, unit_keys
+from .helpers import (
+    ALL_NORMALIZE,
+    DECAY_CONVENTIONS,
+    DIRECTIONS,
+    Inputs,
+    assert_close,
+    case,
+    error,
+    grid,
+    make,
+    signed,
+    unit_keys,
+)
 
 pytestmark = pytest.mark.process
 LENGTH = 13
@@ -98,32 +110,31 @@ def check(trials: list[Trial], tolerance: float = 1e-11) -> None:
 
 def trials() -> list[Trial]:
     made = []
-    for decay, form, masks, direction, decay_convention, normalize, what in pairwise(
+    for decay, form, masks, what, how in grid(
         ("lit", "D", "S", "extreme", "vector", "fixed vector", "extreme vector"),
         tuple(FORMS),
         tuple(MASKS),
-        ("forward", "backward", "both"),
-        ("source", "target", "symmetric", "between"),
-        ("sum", "none", "max", "pre"),
         ("", "bonus HD", "angles HL", "angles BHL"),
+        direction=DIRECTIONS,
+        decay_convention=DECAY_CONVENTIONS,
+        normalize=ALL_NORMALIZE,
     ):
-        how = dict(direction=direction, decay_convention=decay_convention, normalize=normalize)
         made.append(Trial(case(make(decay, LENGTH, heads=2), what), FORMS[form] | how, **MASKS[masks]))
     return made
 
 
 def delta_trials() -> list[Trial]:
     made = []
-    for decay, form, masks, direction, what, undecayed in pairwise(
+    for decay, form, masks, what, how in grid(
         ("lit", "D", "S", "extreme", "vector", "fixed vector"),
         tuple(FORMS),
         tuple(MASKS),
-        ("forward", "backward", "both"),
         ("beta", "beta, angles HL", "beta, erase, read"),
-        (False, True),
+        direction=DIRECTIONS,
+        undecayed_erase=(False, True),
     ):
-        how = FORMS[form] | DELTA | dict(direction=direction, undecayed_erase=undecayed)
-        made.append(Trial(case(unit_keys(make(decay, LENGTH, heads=2)), what), how, **MASKS[masks]))
+        inputs = case(unit_keys(make(decay, LENGTH, heads=2)), what)
+        made.append(Trial(inputs, FORMS[form] | DELTA | how, **MASKS[masks]))
     return made
 
 

@@ -64,7 +64,6 @@ BAD_PAIRS = [  # the argument named first in the message, other arguments
     ("decay_convention", NONE | dict(beta=DELTA["beta"])),
     ("decay_convention", NONE | dict(read=VECTOR, decay_convention="between")),
     ("beta", NONE | DELTA | dict(bonus=BONUS)),
-    ("beta", DELTA | dict(normalize="sum")),
     ("beta", DELTA),
     ("erase", dict(log_decay=None, erase=VECTOR)),
     ("read", NONE | dict(read=VECTOR, bonus=BONUS)),
@@ -127,16 +126,12 @@ def test_values_that_are_not_tensors(name):
                 function(**good() | {name: bad})
 
 
-@pytest.mark.parametrize("name, arguments", BAD_PAIRS + NO_STREAM)
-def test_pairs(name, arguments):
-    for function in WHOLE:
-        with pytest.raises(ValueError, match=f"^{name}: "):
-            function(**good() | arguments)
+EVERYWHERE = [(*pair, (*WHOLE, prefill, one_step)) for pair in BAD_PAIRS]
 
 
-@pytest.mark.parametrize("name, arguments", BAD_PAIRS)
-def test_pairs_of_streams(name, arguments):
-    for function in (prefill, one_step):
+@pytest.mark.parametrize("name, arguments, functions", EVERYWHERE + [(*pair, WHOLE) for pair in NO_STREAM])
+def test_pairs(name, arguments, functions):
+    for function in functions:
         with pytest.raises(ValueError, match=f"^{name}: "):
             function(**good() | arguments)
 

@@ -1,5 +1,7 @@
 """Scores of vector decays by differences of sums, as on a GPU, against those by products of lambdas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +13,6 @@ from lion.ops.vector_scores import vector_scores
 from .helpers import pairwise
 
 KINDS = pairwise(DECAY_CONVENTIONS, (True, False))
-
-
-def settings(convention: str, direction: str) -> Settings:
-    return Settings(decay_convention=convention, direction=direction)
 
 
 def scores_and_gradients(
@@ -43,7 +41,7 @@ def check(
 @pytest.mark.parametrize("convention, diagonal", KINDS)
 def test_sums_agree_with_products(convention, diagonal, monkeypatch):
     torch.manual_seed(0)
-    how = settings(convention, "both")
+    how = Settings(decay_convention=convention)
     for length in (1, 7, 8, 9, 40, 64, 100):
         q, k = torch.randn(2, 1, 2, length, 5, dtype=torch.float64)
         for steep in (1.0, 30.0, 1e4):  # with decays of 1 between
@@ -60,7 +58,7 @@ def test_extreme_and_shared_decays(value, direction, monkeypatch):
     q, k = torch.randn(2, 2, 3, 70, 5)
     log_decay = torch.full((1, 3, 70, 5), value)
     log_decay[..., ::4, 1] = -0.1
-    check(monkeypatch, (q, k, log_decay), settings("source", direction), 2e-5, 2e-5)
+    check(monkeypatch, (q, k, log_decay), Settings(direction=direction), 2e-5, 2e-5)
 
 
 @pytest.mark.parametrize("gpu", (False, True))
@@ -71,7 +69,8 @@ def test_one_direction_is_one_triangle_of_both(convention, diagonal, gpu, monkey
     q, k = torch.randn(2, 2, 3, 40, 5, dtype=torch.float64)
     tensors = (q, k, -torch.rand(2, 3, 40, 5, dtype=torch.float64))
     for direction, triangle in (("forward", torch.tril), ("backward", torch.triu)):
-        found = scores_and_gradients(tensors, settings(convention, direction), diagonal)
-        both = scores_and_gradients(tensors, settings(convention, "both"), diagonal, triangle)
+        how = Settings(decay_convention=convention, direction=direction)
+        found = scores_and_gradients(tensors, how, diagonal)
+        both = scores_and_gradients(tensors, replace(how, direction="both"), diagonal, triangle)
         for got, expected in zip(found, both, strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)

@@ -22,10 +22,6 @@ def tokens(length: int, shared: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, -torch.rand(1 if shared else 2, HEADS, length, DIM, dtype=torch.float64)
 
 
-def settings(direction: str = "both", convention: str = "source") -> Settings:
-    return Settings(direction=direction, decay_convention=convention)
-
-
 def check(
     q: Tensor, k: Tensor, log_decay: Tensor, how: Settings, index: Tensor | None = None, diagonal: bool = True
 ) -> None:
@@ -45,15 +41,16 @@ def check(
     "direction, convention, diagonal, shared", pairwise(DIRECTIONS, DECAY_CONVENTIONS, (True, False), (True, False))
 )
 def test_every_convention(direction, convention, diagonal, shared):
+    how = Settings(direction=direction, decay_convention=convention)
     for length in (1, 2, 7, 8, 9, 64, 65, 200):
-        check(*tokens(length, shared), settings(direction, convention), diagonal=diagonal)
+        check(*tokens(length, shared), how, diagonal=diagonal)
 
 
 @pytest.mark.parametrize("direction, convention", pairwise(DIRECTIONS, DECAY_CONVENTIONS))
 def test_segments_know_nothing_of_one_another(direction, convention):
     index = torch.tensor([[1] * 20 + [2] * 1 + [3] * 49, [1] * 64 + [2] * 6])
     for shared in (False, True):
-        check(*tokens(70, shared), settings(direction, convention), index)
+        check(*tokens(70, shared), Settings(direction=direction, decay_convention=convention), index)
 
 
 @pytest.mark.parametrize("steep", (0.0, 1e-9, 30.0, 1e4, torch.inf))
@@ -62,10 +59,10 @@ def test_extreme_decays(steep):
     q, k, log_decay = tokens(100)
     log_decay = torch.full_like(log_decay, -steep)
     log_decay[..., ::3, 1] = 0
-    expected = vector_scores(q, k, log_decay, None, settings()).sum(-1)
-    torch.testing.assert_close(vector_row_sums(q, k, log_decay, None, settings()), expected)
+    expected = vector_scores(q, k, log_decay, None, Settings()).sum(-1)
+    torch.testing.assert_close(vector_row_sums(q, k, log_decay, None, Settings()), expected)
     leaves = [x.float().requires_grad_() for x in (q, k, log_decay)]
-    total = vector_row_sums(*leaves, None, settings())
+    total = vector_row_sums(*leaves, None, Settings())
     torch.testing.assert_close(total, expected.float())
     for grad in torch.autograd.grad(total.sum(), leaves):
         assert grad.isfinite().all()
