@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
 import torch
 from torch import Tensor
 
 from lion.ops import linear_attention, reference_attention
 
-from .helpers import Inputs, assert_close, backward
+from .helpers import SMALL_FORMS, Inputs, assert_close, backward
+
+every_form = pytest.mark.parametrize("form", SMALL_FORMS.values(), ids=SMALL_FORMS)
 
 LENGTH = 23
 HOLES = {0, 3, 4, 9, 15, 16, 17, 18, 19, 22}  # also at both ends, and one hole as long as a chunk
@@ -45,19 +51,34 @@ def attend(inputs: Inputs, *settings: dict, function=linear_attention) -> Tensor
     return inputs.on(function, **arguments)
 
 
-def definition(inputs: Inputs, **arguments) -> tuple[Tensor, dict[str, Tensor]]:
+def values_and_gradients(inputs: Inputs, *settings: dict, call=attend) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the outputs of `call`, and the gradients of a random projection of them."""
+    leaves = inputs.leaves()
+    y = call(leaves, *settings)
+    return y.detach(), backward(y, leaves)
+
+
+def assert_finite(y: Tensor, grads: dict[str, Tensor]) -> None:
+    assert y.isfinite().all()
+    for name, grad in grads.items():
+        assert grad.isfinite().all(), f"d{name}"
+
+
+def definition(inputs: Inputs, function=reference_attention, **arguments) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute output and gradients of the definition, cached for equal inputs because the definition is slow."""
     values = [(name, x.dtype, x.shape, x.numpy().tobytes()) for name, x in inputs.given().items()]
-    key = (tuple(values), tuple(sorted(arguments.items())))
+    key = (function, tuple(values), tuple(sorted(arguments.items())))
     if key not in _known:
         leaves = inputs.leaves()
-        y = leaves.on(reference_attention, **arguments)
+        y = leaves.on(function, **arguments)
         _known[key] = y.detach(), backward(y, leaves)
     return _known[key]
 
 
-def check_outputs(inputs: Inputs, forms: dict[str, dict], function=linear_attention, **arguments) -> None:
-    expected = inputs.on(reference_attention, **arguments)
+def check_outputs(
+    inputs: Inputs, forms: dict[str, dict], function=linear_attention, reference=reference_attention, **arguments
+) -> None:
+    expected = inputs.on(reference, **arguments)
     for form, how in forms.items():
         for dtype, tolerance, _ in PRECISION:
             got = attend(inputs.to(dtype), how, arguments, function=function)
@@ -65,17 +86,19 @@ def check_outputs(inputs: Inputs, forms: dict[str, dict], function=linear_attent
             assert_close(got, expected, tolerance, f"{form} {dtype} {arguments}")
 
 
-def check_gradients(inputs: Inputs, forms: dict[str, dict], function=linear_attention, **arguments) -> None:
+def check_gradients(
+    inputs: Inputs, forms: dict[str, dict], function=linear_attention, reference=reference_attention, **arguments
+) -> None:
     """Check outputs and gradients of `forms` against the definition."""
-    expected = definition(inputs, **arguments)
+    expected, expected_grads = definition(inputs, reference, **arguments)
+    call = partial(attend, function=function)
     for form, how in forms.items():
         for dtype, tolerance, of_gradients in PRECISION:
-            leaves = inputs.to(dtype).leaves()
-            got = attend(leaves, how, arguments, function=function)
+            got, grads = values_and_gradients(inputs.to(dtype), how, arguments, call=call)
             assert got.dtype == dtype
             what = f"{form} {dtype} {arguments}"
-            assert_close(got, expected[0], tolerance, what)
-            assert_gradients(backward(got, leaves), expected[1], of_gradients, what)
+            assert_close(got, expected, tolerance, what)
+            assert_gradients(grads, expected_grads, of_gradients, what)
 
 
 def assert_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, what: str = "") -> None:
@@ -85,15 +108,35 @@ def assert_gradients(got: dict[str, Tensor], expected: dict[str, Tensor], tolera
         assert_close(grad, expected[name], tolerance, f"d{name} {what}", floor=0.1)  # those of a single token are 0
 
 
-def gradcheck(leaves: Inputs, function=linear_attention, **arguments) -> None:
-    """Check the gradients against finite differences of the outputs."""
-    given = leaves.given()
+def long_bfloat16(decay: str, length: int, rate: float) -> Inputs:
+    """Make normal tokens in bfloat16, and float32 decays that forget little."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, length, 16, generator=rng)
+    drawn = torch.rand(q.shape, generator=rng)
+    log_decay = {"lit": None, "S": -rate * drawn[..., 0], "vector": -rate * drawn}[decay]
+    return Inputs(q, k, v).to(torch.bfloat16)._replace(log_decay=log_decay)
 
-    def attention(*tensors: Tensor) -> Tensor:
-        some = Inputs(**dict(zip(given, tensors)))
-        return attend(some, arguments, function=function)
 
-    assert torch.autograd.gradcheck(attention, list(given.values()))
+def narrow_and_exact(inputs: Inputs, *settings: dict) -> list[list[Tensor]]:
+    """Return the outputs and the gradients of q, k and v, as they are and in float64."""
+    results = []
+    for given in (inputs, inputs.to(torch.float64)):
+        y, grads = values_and_gradients(given, *settings)
+        results.append([y, grads["q"], grads["k"], grads["v"]])
+    return results
+
+
+@contextmanager
+def saved_sizes():
+    """Yield a list of the sizes of all tensors that are saved for the backward pass meanwhile."""
+    sizes = []
+
+    def note(x: Tensor) -> Tensor:
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        yield sizes
 
 
 def poisoned(inputs: Inputs, valid: Tensor) -> Inputs:

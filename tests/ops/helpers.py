@@ -180,6 +180,11 @@ def signed(inputs: Inputs) -> Inputs:
     return inputs._replace(q=inputs.q - 0.7, k=inputs.k - 0.7)
 
 
+def signed_for(inputs: Inputs, normalize: str) -> Inputs:
+    """Return features of both signs where the normalisation takes them."""
+    return signed(inputs) if normalize in ("max", "none") else inputs
+
+
 def unit_keys(inputs: Inputs) -> Inputs:
     """Return signed queries and keys of norm 1, as the delta rule requires."""
     inputs = signed(inputs)
@@ -327,12 +332,15 @@ def oracle_attention(
     if not {"beta", "erase", "read"}.isdisjoint(inputs.given()):
         return oracle_delta(inputs, direction, undecayed_erase) * scale
     numerator, rowsum = oracle_parts(inputs, oracle_masks(inputs, decay_convention, direction))
-    if normalize == "none":
-        return numerator * scale
     if normalize == "pre":  # row sums of the scores before the mask
         free = inputs._replace(log_decay=None, bonus=None)
         rowsum = oracle_parts(free, oracle_masks(free, decay_convention, direction))[1]
-    rowsum = rowsum.unsqueeze(-1)
+    return oracle_normalized(numerator, rowsum.unsqueeze(-1), normalize, scale, eps)
+
+
+def oracle_normalized(numerator: Tensor, rowsum: Tensor, normalize: str, scale: float, eps: float = 1e-6) -> Tensor:
+    if normalize == "none":
+        return scale * numerator
     if normalize == "max":
         return scale * numerator / (scale * rowsum).abs().clamp_min(1)
     return numerator / rowsum.clamp_min(eps)

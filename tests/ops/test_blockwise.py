@@ -6,7 +6,7 @@ import torch
 from lion.ops import Gates, blockwise_attention
 
 from . import checks
-from .checks import BATCH, LENGTH, attend
+from .checks import BATCH, LENGTH, attend, saved_sizes
 from .helpers import (
     ALL_NORMALIZE,
     DECAY_CONVENTIONS,
@@ -20,8 +20,9 @@ from .helpers import (
     grid,
     make,
     pairwise,
-    signed,
+    signed_for,
 )
+from .test_reference import mask_of
 
 SCALARS = ("lit", "D", "S", "extreme")
 SIZES = {f"blocks of {size}": dict(chunk_size=size) for size in (1, 4, 64)}
@@ -38,28 +39,14 @@ def check(inputs: Inputs, sizes: dict = SIZES, **arguments) -> None:
 MASK = dict(direction=DIRECTIONS, decay_convention=DECAY_CONVENTIONS)
 
 
-@pytest.mark.parametrize("decay, what, how", grid(SCALARS, ("", "bonus H", "bonus HD"), **MASK))
+@pytest.mark.parametrize(
+    "decay, what, how",
+    grid(SCALARS, ("", "bonus H", "bonus HD", "angles BHL"), **MASK, normalize=ALL_NORMALIZE),
+)
 def test_the_definition(decay, what, how):
     for length in (1, 2, 23):
-        check(case(make(decay, length, batch=1, heads=2), what), **how)
-
-
-@pytest.mark.parametrize("normalize", ALL_NORMALIZE)
-def test_long(normalize):
-    """Check three blocks of 64, the last of which is short."""
-    inputs = make("S", 150, batch=1, heads=1)
-    inputs = signed(inputs) if normalize == "max" else inputs
-    check(inputs, {"blocks of 64": {}}, normalize=normalize)
-
-
-@pytest.mark.parametrize(
-    "decay, normalize, what, mask",
-    pairwise(("lit", "S"), ALL_NORMALIZE, ("bonus HD", "angles BHL"), (("both", "source"), ("forward", "between"))),
-)
-def test_normalisation_with_rotation_and_bonus(decay, normalize, what, mask):
-    inputs = make(decay, 11, batch=2, heads=2)
-    inputs = case(signed(inputs) if normalize == "max" else inputs, what)
-    check(inputs, direction=mask[0], decay_convention=mask[1], normalize=normalize)
+        inputs = signed_for(make(decay, length, batch=1, heads=2), how["normalize"])
+        check(case(inputs, what), **how)
 
 
 @pytest.mark.parametrize("decay, what, how", grid(("lit", "S", "extreme"), ("bonus H", "angles BHL"), **MASK))
@@ -121,13 +108,7 @@ def test_memory(decay, direction):
 def test_what_is_kept_for_the_backward_pass():
     """Check that no block is saved for the backward pass, because all blocks together are the L x L matrix."""
     leaves = make("S", 512, batch=1, heads=1).leaves()
-    sizes = []
-
-    def note(x):
-        sizes.append(x.numel())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with saved_sizes() as sizes:
         blockwise(leaves, dict(chunk_size=16))
     assert sum(sizes) < 512 * 512 / 4
 
@@ -149,12 +130,8 @@ def worst(power: int, below: torch.Tensor, above: torch.Tensor, count: int) -> f
         for j in range(count):
             mask[i, :, j] = 0.9 ** (power * abs(i - j)) * (below if i > j else above)
         mask[i, :, i] = GAMMA
-    length = 3 * count
-    ones = torch.ones(1, 1, length, 1, dtype=torch.float64)
-    values = torch.eye(length, dtype=torch.float64)[None, None]
-    log_decay = torch.tensor([0.9], dtype=torch.float64).log()
-    applied = blockwise_attention(ones, ones, values, log_decay, chunk_size=3, normalize="none", scale=1.0)
-    return (mask.view(length, length) - applied[0, 0]).abs().max().item()
+    applied = mask_of(blockwise_attention, [0.9] * (3 * count), chunk_size=3)
+    return (mask.view(applied.shape) - applied).abs().max().item()
 
 
 @pytest.mark.parametrize("count", (1, 2, 5))

@@ -10,8 +10,8 @@ import lion.ops.chunk
 from lion.layers.layout import Layout
 from lion.layers.mixers import MIXERS, LionAttention, make_mixer
 
-from .checks import assert_gradients, attend
-from .helpers import Inputs, assert_close, backward, case, make, signed, unit_keys
+from .checks import assert_gradients, attend, saved_sizes, values_and_gradients
+from .helpers import Inputs, assert_close, case, make, signed, unit_keys
 
 pytestmark = pytest.mark.compiled
 
@@ -47,14 +47,11 @@ def check(backend: str, tolerance: float, decay: str, what: str, *settings: dict
         inputs = some(decay, what, length, seed=call)
         if settings[-1].get("normalize") == "max":
             inputs = signed(inputs)
-        leaves = inputs.leaves()
-        same = inputs.leaves()
-        expected = attend(same, *settings)
+        expected, grads = values_and_gradients(inputs, *settings)
         with torch._dynamo.config.patch(error_on_recompile=call > 0):
-            got = compiled(leaves, *settings)
+            got, got_grads = values_and_gradients(inputs, *settings, call=compiled)
         assert_close(got, expected, tolerance, f"call {call}")
-        grads = backward(expected, same)
-        for name, grad in backward(got, leaves).items():
+        for name, grad in got_grads.items():
             assert_close(grad, grads[name], tolerance, f"d{name} call {call}")
 
 
@@ -92,13 +89,7 @@ def test_one_matrix_of_pairs_is_saved_for_the_backward_pass():
     inputs = some("S")
     batch, heads, length, _ = inputs.q.shape
     compiled = torch.compile(attend, backend="aot_eager_decomp_partition", dynamic=False)
-    saved = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        saved.append(x.numel())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+    with saved_sizes() as saved:
         compiled(inputs.leaves(), FULL)
     pairs = batch * heads * length**2
     assert saved.count(pairs) == 1 and max(saved) == pairs
@@ -128,14 +119,12 @@ def check_lengths(cases: list, function=attend, backend: str = "eager", graphs: 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
     counts = set()
     for inputs, settings in cases:
-        leaves = inputs.leaves()
-        same = inputs.leaves()
-        expected = function(same, settings)
-        got = compiled(leaves, settings)
+        expected, expected_grads = values_and_gradients(inputs, settings, call=function)
+        got, grads = values_and_gradients(inputs, settings, call=compiled)
         counts.add(counter.frame_count)
         what = f"{inputs.q.shape[2]} tokens"
         assert_close(got, expected, 1e-12, what)
-        assert_gradients(backward(got, leaves), backward(expected, same), 1e-12, what)
+        assert_gradients(grads, expected_grads, 1e-12, what)
     assert len(counts) == graphs, counts  # AOT may count the first graph twice
 
 

@@ -1,12 +1,12 @@
-"""The delta rule against its recurrence, and the formulas that the paper prints instead."""
+"""The delta rule without decays, and the formulas that the paper prints instead; see `test_gated_delta.py`."""
 
 import pytest
 import torch
 
 from lion.ops import initial_state, linear_attention_parts, prefill, step
 
-from .checks import BATCH, LENGTH, attend, check_gradients, check_masks, check_outputs
-from .helpers import DIRECTIONS, Inputs, assert_close, backward, case, make, oracle_attention, pairwise, unit_keys
+from .checks import attend, values_and_gradients
+from .helpers import DIRECTIONS, Inputs, assert_close, backward, case, make, oracle_attention, unit_keys
 
 FORMS = {
     "full": dict(form="full"),
@@ -18,35 +18,11 @@ FORMS = {
     "rnn64": dict(form="rnn", chunk_size=64),
 }
 RULE = dict(normalize="none")
-every_form = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 def delta(length: int, what: str = "beta", **shape) -> Inputs:
     return case(unit_keys(make("lit", length, **shape)), what)
-
-
-@pytest.mark.parametrize("length, direction, dims", pairwise((1, 2, 7, 65, 197), DIRECTIONS, ((4, 6), (8, 3))))
-def test_forms(length, direction, dims):
-    inputs = delta(length, batch=1, heads=2, dim=dims[0], value_dim=dims[1])
-    check = check_gradients if length < 197 else check_outputs
-    check(inputs, FORMS, direction=direction, normalize="none")
-
-
-@pytest.mark.parametrize(
-    "form, direction, what",
-    pairwise(("full", "chunk5", "rnn1", "rnn5"), DIRECTIONS, ("beta", "beta, angles BHL")),
-)
-def test_masks(form, direction, what):
-    """Check padding, and segments that start in the middle of one chunk and end in another."""
-    check_masks(delta(LENGTH, what, batch=BATCH, heads=2), FORMS[form] | RULE | dict(direction=direction))
-
-
-@pytest.mark.parametrize("what, direction", pairwise(("L", "HL", "B1L", "BHL"), DIRECTIONS))
-def test_rotated_keys(what, direction):
-    inputs = delta(11, f"beta, angles {what}")
-    how = RULE | dict(direction=direction)
-    assert_close(attend(inputs, how), oracle_attention(inputs, **how), 1e-12)
-    check_gradients(inputs, FORMS, **how)
 
 
 @every_form
@@ -57,8 +33,8 @@ def test_beta_of_zero_and_one(form):
     one = inputs._replace(q=inputs.k, beta=torch.ones_like(inputs.beta))
     for direction in DIRECTIONS:
         how = dict(normalize="none", scale=1.0, direction=direction)
-        assert not attend(nothing, FORMS[form], how).any()
-        got = attend(one, FORMS[form], how)
+        assert not attend(nothing, form, how).any()
+        got = attend(one, form, how)
         assert_close(got, oracle_attention(one, **how), 1e-12, direction)
         if direction != "both":
             assert_close(got, one.v, 1e-12, direction)
@@ -67,7 +43,7 @@ def test_beta_of_zero_and_one(form):
 @every_form
 def test_dtypes(form):
     """Check bf16 tokens with a wide state; autocast and inference mode must not change the result."""
-    how = FORMS[form] | RULE
+    how = form | RULE
     for dtype, tolerance in ((torch.bfloat16, 0.01), (torch.float32, 2e-5)):
         inputs = delta(40, dtype=dtype)
         for beta in (inputs.beta, inputs.beta.float()):
@@ -79,15 +55,12 @@ def test_dtypes(form):
                 assert torch.equal(attend(some, how), got)
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(attend(some, how), got)
-        leaves = inputs.leaves()
-        grads = backward(attend(leaves, how), leaves)
+        _, grads = values_and_gradients(inputs, how)
         leaves = inputs.leaves()
         with torch.autocast("cpu", torch.bfloat16):
             y = attend(leaves, how)
+            _, inside = values_and_gradients(inputs, how)  # autocast rounds products of a backward pass inside of it
         outside = backward(y, leaves)
-        leaves = inputs.leaves()
-        with torch.autocast("cpu", torch.bfloat16):  # rounds products of a backward pass inside of it
-            inside = backward(attend(leaves, how), leaves)
         for name, grad in grads.items():
             assert grad.isfinite().all() and grad.dtype == inside[name].dtype == dtype, name
             assert torch.equal(outside[name], grad), name
@@ -99,14 +72,14 @@ def test_float16_is_computed_in_float32(form):
     """Check values whose sums exceed float16, in both directions, where the diagonal is counted once."""
     inputs = delta(9, dtype=torch.float16)
     large = inputs._replace(q=torch.full_like(inputs.q, 4000.0), v=torch.full_like(inputs.v, 400.0))
-    how = FORMS[form] | dict(normalize="none", scale=1e-4)
+    how = form | dict(normalize="none", scale=1e-4)
     assert_close(attend(large, how).float(), attend(large.to(torch.float32), how), 2e-3)
 
 
 @every_form
 def test_parts_and_scale(form):
     inputs = delta(11)
-    how = FORMS[form] | RULE
+    how = form | RULE
     numerator, rowsum = attend(inputs, how, function=linear_attention_parts)
     assert rowsum is None
     assert torch.equal(attend(inputs, how, dict(scale=0.3)), numerator * 0.3)

@@ -7,8 +7,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lion.ops import Gates, linear_attention, reference_attention
 
-from .checks import BATCH, LENGTH, attend, check_gradients, check_masks
-from .helpers import DIRECTIONS, Inputs, assert_close, backward, case, make, oracle_attention, pairwise, unit_keys
+from .checks import (
+    BATCH,
+    LENGTH,
+    assert_finite,
+    attend,
+    check_gradients,
+    check_masks,
+    long_bfloat16,
+    narrow_and_exact,
+    values_and_gradients,
+)
+from .helpers import DIRECTIONS, Inputs, assert_close, case, make, oracle_attention, pairwise, unit_keys
 from .test_prefill import check as check_stream
 
 FORMS = {
@@ -40,8 +50,9 @@ def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
     for length in (1, 2, 9):
         some = inputs(decay, length, f"{vectors}, angles BHL")
         assert_close(some.on(reference_attention, **how), oracle_attention(some, **how), 1e-12, f"L={length}")
-    for length in (2, 33):
-        check_gradients(inputs(decay, length, vectors, batch=1, heads=2), FORMS, **how)
+    for length, shape in ((1, {}), (2, {}), (33, dict(dim=8, value_dim=3))):
+        some = inputs(decay, length, f"{vectors}, angles BHL", batch=1, heads=2, **shape)
+        check_gradients(some, FORMS, **how)
 
 
 @pytest.mark.slow
@@ -49,7 +60,7 @@ def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
     "form, kind, erase",
     pairwise(
         ("full", "chunk5", "rnn1", "rnn5"),
-        (("S", "beta"), ("vector", "beta, erase, read"), ("extreme", "read")),
+        (("lit", "beta, angles BHL"), ("S", "beta"), ("vector", "beta, erase, read"), ("extreme", "read")),
         (("both", False), ("forward", True), ("backward", True)),
     ),
 )
@@ -122,16 +133,14 @@ def test_dtypes(dtype, tolerance, form):
     """Check bf16 tokens with float32 gates, and float16 tokens."""
     some = inputs("vector", 40, "beta, read", dtype=dtype)
     some = some._replace(log_decay=some.log_decay.float(), beta=some.beta.float())
-    leaves = some.leaves()
-    got = attend(leaves, FORMS[form], settings("both", False))
+    got, grads = values_and_gradients(some, FORMS[form], settings("both", False))
     assert got.dtype == dtype
     assert_close(got, oracle_attention(some.to(torch.float64), **settings("both", False)), tolerance)
-    for grad in backward(got, leaves).values():
-        assert grad.isfinite().all()
+    assert_finite(got, grads)
 
 
 @pytest.mark.parametrize(
-    "decay, direction", [("none", "forward"), ("S", "both"), ("vector", "both"), ("vector", "backward")]
+    "decay, direction", [("lit", "forward"), ("S", "both"), ("vector", "both"), ("vector", "backward")]
 )
 def test_chunks_in_bfloat16_cost_little_accuracy(decay, direction):
     """Check the relative errors of outputs and gradients, which must not grow with the number of chunks.
@@ -139,29 +148,16 @@ def test_chunks_in_bfloat16_cost_little_accuracy(decay, direction):
     A state passes up to six matrix products with rounded factors in a chunk; the roundings (2^-9 each) partly average
     out, and decays and beta forget those of earlier chunks.
     """
-    torch.manual_seed(0)
-    length, dim = 2048, 16
-    shape = {"none": None, "S": (1, 2, length), "vector": (1, 2, length, dim)}[decay]
-    log_decay = None if shape is None else -0.01 * torch.rand(shape)
-    q, k, v = (torch.randn(1, 2, length, dim) for _ in range(3))
-    beta = torch.rand(1, 2, length)
-    tokens = Inputs(q, F.normalize(k, dim=-1), v).to(torch.bfloat16)
-    gates = Inputs(q, k, v, log_decay, beta)
-    weight = torch.randn(1, 2, length, dim)
-    how = settings(direction, False) | dict(form="chunk", chunk_size=64)
-
-    def results(dtype: torch.dtype) -> list[torch.Tensor]:
-        leaves = tokens.to(dtype).leaves()
-        wide = gates if dtype == torch.bfloat16 else gates.to(dtype)
-        out = attend(leaves._replace(log_decay=wide.log_decay, beta=wide.beta), how)
-        return [out, *torch.autograd.grad((out * weight.to(dtype)).sum(), leaves[:3])]
+    inputs = long_bfloat16(decay, 2048, 0.01)
+    beta = torch.rand(1, 2, 2048, generator=torch.Generator().manual_seed(1))
+    inputs = inputs._replace(k=F.normalize(inputs.k.float(), dim=-1).bfloat16(), beta=beta)
 
     def quarters(x: torch.Tensor) -> torch.Tensor:
         """Return the norms of the quarters of all tokens."""
         return x.unflatten(2, (4, -1)).square().sum((0, 1, 3, 4)).sqrt()
 
-    narrow = results(torch.bfloat16)
-    exact = results(torch.float64)
+    how = settings(direction, False) | dict(form="chunk", chunk_size=64)
+    narrow, exact = narrow_and_exact(inputs, how)
     for n, name in enumerate(("y", "dq", "dk", "dv")):
         assert narrow[n].dtype == torch.bfloat16
         off = quarters(narrow[n].double() - exact[n])
@@ -177,17 +173,16 @@ def test_decays_that_are_zero():
     some = some._replace(log_decay=some.log_decay.masked_fill(forgotten, -torch.inf))
     for form in FORMS.values():
         how = form | settings("forward", False)
-        leaves = some.leaves()
-        got = attend(leaves, how)
-        assert_close(got[:, :, 6:].detach(), attend(some.at(slice(6, 12)), how), 1e-12, f"{form}")
-        for grad in backward(got, leaves).values():
-            assert grad.isfinite().all()
+        got, grads = values_and_gradients(some, how)
+        assert_close(got[:, :, 6:], attend(some.at(slice(6, 12)), how), 1e-12, f"{form}")
+        assert_finite(got, grads)
 
 
 def test_counters_of_flops_see_the_products_of_the_chunks():
     batch, heads, chunk, count = 2, 3, 4, 5
     some = inputs("S", chunk * count, "beta", batch=batch, heads=heads).leaves()
-    dim, width = some.k.shape[-1], some.v.shape[-1]
+    dim = some.k.shape[-1]
+    width = some.v.shape[-1]
     how = dict(form="chunk", chunk_size=chunk) | settings("forward", False)
     with FlopCounterMode(display=False) as counter:
         attend(some, how).sum().backward()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lion.ops import SCAN_MERGES, multi_scan_attention
 
-from .checks import attend
+from .checks import attend, every_form
 from .helpers import (
     DIRECTIONS,
     SMALL_FORMS,
@@ -15,11 +15,11 @@ from .helpers import (
     make,
     oracle_attention,
     oracle_masks,
+    oracle_normalized,
     oracle_parts,
     pairwise,
 )
 
-every_form = pytest.mark.parametrize("form", SMALL_FORMS)
 every_merge = pytest.mark.parametrize("scan_merge", SCAN_MERGES)
 
 
@@ -48,12 +48,7 @@ def oracle(inputs: Inputs, decays: list[Tensor], orders: Tensor, *, scan_merge: 
     if scan_merge == "outputs":
         return sum(outputs) / len(outputs)
     numerator, rowsum = oracle_parts(inputs, sum(masks) / len(masks))
-    scale = inputs.q.shape[-1] ** -0.5
-    if normalize == "sum":
-        return numerator / rowsum[..., None].clamp_min(1e-6)
-    if normalize == "max":
-        return scale * numerator / (scale * rowsum).abs().clamp_min(1)[..., None]
-    return scale * numerator
+    return oracle_normalized(numerator, rowsum[..., None], normalize, inputs.q.shape[-1] ** -0.5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +90,7 @@ def test_gradients(form, scan_merge, decay):
     inputs = make("lit", 9).leaves()
     decays = [x.requires_grad_() for x in decays_of(decay, 9)]
     leaves = [inputs.q, inputs.k, inputs.v, *decays]
-    got = gradients(scan(inputs, decays, orders, how, SMALL_FORMS[form]), leaves)
+    got = gradients(scan(inputs, decays, orders, how, form), leaves)
     plain = [x.detach() for x in decays]  # masks of the oracle are plain numbers
     want = gradients(oracle(inputs, plain, orders, **how), leaves[:3])
     want += gradients(scan(inputs, decays, orders, how, dict(form="rnn", chunk_size=1)), decays)
@@ -128,7 +123,7 @@ def test_padding_is_as_if_deleted(form, scan_merge):
     orders = random_orders(2, length)
     poisoned = inputs.map(lambda x: x.masked_fill(~valid[:, None, :, None], torch.nan))
     bad = [x.masked_fill(~valid[:, None], torch.nan) for x in decays]
-    how = SMALL_FORMS[form] | dict(scan_merge=scan_merge)
+    how = form | dict(scan_merge=scan_merge)
     got = scan(poisoned, bad, orders, how, dict(valid=valid))
     rank = torch.full((length,), -1).scatter(0, keep, torch.arange(len(keep)))
     shorter = [rank[order][rank[order] >= 0] for order in orders]
@@ -153,7 +148,7 @@ def test_half_precision_keeps_its_dtype(form):
     inputs = make("lit", 70)
     decays = decays_of("S", 70)
     orders = random_orders(2, 70)
-    got = scan(inputs.to(torch.bfloat16), decays, orders, SMALL_FORMS[form])
+    got = scan(inputs.to(torch.bfloat16), decays, orders, form)
     assert got.dtype == torch.bfloat16
     assert_close(got.double(), scan(inputs, decays, orders), 2e-2)
 

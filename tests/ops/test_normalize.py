@@ -5,52 +5,19 @@ import torch
 
 from lion.ops import blockwise_attention, linear_attention_parts, prefill, reference_attention
 
-from .checks import BATCH, LENGTH, attend, check_gradients, check_masks, check_outputs
+from .checks import attend, every_form
 from .helpers import (
-    DECAY_CONVENTIONS,
-    DECAYS,
     DIRECTIONS,
-    FORMS,
     SMALL_FORMS,
-    Inputs,
     assert_close,
     case,
-    grid,
     make,
     oracle_masks,
     oracle_parts,
-    pairwise,
     signed,
+    signed_for,
 )
 from .test_streaming import one_step
-
-every_form = pytest.mark.parametrize("form", SMALL_FORMS)
-
-
-def features(decay: str, length: int, normalize: str, **shape) -> Inputs:
-    """Return signed features for `max` and positive features for `pre`."""
-    inputs = make(decay, length, **shape)
-    return signed(inputs) if normalize == "max" else inputs
-
-
-@pytest.mark.parametrize(
-    "decay, what, how",
-    grid(
-        DECAYS,
-        ("", "bonus H", "bonus HD"),
-        direction=DIRECTIONS,
-        decay_convention=DECAY_CONVENTIONS,
-        normalize=("max", "pre"),
-    ),
-)
-def test_forms(decay, what, how):
-    inputs = case(features(decay, 11, how["normalize"], batch=1, heads=2), what)
-    check_gradients(inputs, SMALL_FORMS, **how)
-
-
-@pytest.mark.parametrize("normalize, length, decay", pairwise(("max", "pre"), (1, 2, 65, 197), ("S", "vector")))
-def test_lengths(normalize, length, decay):
-    check_outputs(features(decay, length, normalize, batch=1, heads=2), FORMS, normalize=normalize)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -91,26 +58,11 @@ def test_max_has_both_sides():
     assert (scaled > 1).any() and (scaled < -1).any() and (scaled.abs() < 1).any()
 
 
-@pytest.mark.parametrize(
-    "form, normalize, given, mask",
-    pairwise(
-        tuple(SMALL_FORMS),
-        ("max", "pre"),
-        (("lit", "bonus HD"), ("extreme", "bonus H"), ("vector", "")),
-        (("both", "source"), ("both", "between"), ("backward", "target")),
-    ),
-)
-def test_masks(form, normalize, given, mask):
-    inputs = case(features(given[0], LENGTH, normalize, batch=BATCH, heads=2), given[1])
-    how = dict(direction=mask[0], decay_convention=mask[1], normalize=normalize)
-    check_masks(inputs, SMALL_FORMS[form] | how)
-
-
 @every_form
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_pre_is_the_row_sum_of_the_plain_product(form, direction):
     """Check that `pre` divides the decayed numerator by the plain row sum, and equals `sum` without decay."""
-    how = SMALL_FORMS[form] | dict(direction=direction)
+    how = form | dict(direction=direction)
     pre = how | dict(normalize="pre")
     inputs = make("S", 11)
     free = inputs._replace(log_decay=None)
@@ -123,9 +75,9 @@ def test_pre_is_the_row_sum_of_the_plain_product(form, direction):
 @every_form
 @pytest.mark.parametrize("normalize", ("max", "pre"))
 def test_dtypes_and_inference(normalize, form):
-    how = SMALL_FORMS[form] | dict(normalize=normalize, decay_convention="between")
+    how = form | dict(normalize=normalize, decay_convention="between")
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        inputs = case(features("S", 11, normalize, dtype=dtype), "bonus HD")
+        inputs = case(signed_for(make("S", 11, dtype=dtype), normalize), "bonus HD")
         expected = attend(inputs, how)
         assert expected.dtype == dtype
         for mode in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):

@@ -9,15 +9,19 @@ from lion.ops import SegmentIndex, one_scan_attention, piecewise, reference_one_
 from .checks import (
     BATCH,
     LENGTH,
-    PRECISION,
     SEGMENTS,
     VALID,
     alone,
-    assert_gradients,
+    assert_finite,
     attend,
     by_segments,
     by_valid,
+    check_gradients,
+    check_masks,
+    check_outputs,
+    every_form,
     poisoned,
+    values_and_gradients,
 )
 from .helpers import (
     FORMS,
@@ -39,7 +43,6 @@ MASKS = {
     "segments": dict(valid=VALID, segments=SEGMENTS),
     "prepared": dict(segments=segment_index(VALID, SEGMENTS)),
 }
-every_form = pytest.mark.parametrize("form", SMALL_FORMS)
 
 
 def inputs(length: int = LENGTH, what: str = "", spread: float = 3.0, **shape) -> Inputs:
@@ -52,16 +55,12 @@ def one_scan(given: Inputs, *settings: dict) -> Tensor:
     return attend(given, *settings, function=one_scan_attention)
 
 
-def definition(given: Inputs, **masks) -> Tensor:
-    return given.on(reference_one_scan_attention, **masks)
-
-
 @pytest.mark.parametrize("what", ANGLES)
 def test_the_definition_is_a_softmax_over_tokens(what):
     given = inputs(9, what)
     q = oracle_rotate(given.q, given.angles)
     k = oracle_rotate(given.k.softmax(2), given.angles)
-    assert_close(definition(given), (q @ k.mT) @ given.v, 1e-13)
+    assert_close(given.on(reference_one_scan_attention), (q @ k.mT) @ given.v, 1e-13)
 
 
 @pytest.mark.parametrize("length, what", pairwise((1, 2, 64, 65, 197), ANGLES))
@@ -69,53 +68,25 @@ def test_the_definition_is_a_softmax_over_tokens(what):
 def test_every_form_is_the_definition(length, what):
     """Check values and gradients of every form against the definition."""
     given = inputs(length, what, batch=2, heads=2)
-    leaves = given.leaves()
-    want = definition(leaves)
-    grads = backward(want, leaves)
-    for form, how in FORMS.items():
-        for dtype, tolerance, of_gradients in PRECISION:
-            leaves = given.to(dtype).leaves()
-            got = one_scan(leaves, how)
-            assert got.dtype == dtype
-            assert_close(got, want, tolerance, f"{form} {dtype}")
-            assert_gradients(backward(got, leaves), grads, of_gradients, f"{form} {dtype}")
-            with torch.inference_mode():
-                assert_close(one_scan(given.to(dtype), how), want, tolerance, f"inference {form} {dtype}")
+    check_gradients(given, FORMS, one_scan_attention, reference_one_scan_attention)
+    with torch.inference_mode():
+        check_outputs(given, FORMS, one_scan_attention, reference_one_scan_attention)
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 99])
 def test_any_chunk_size(size):
     """Check chunk sizes, also without gradients, when long sequences are scanned: 120 tokens in pieces of 6 chunks."""
     given = inputs(120, "angles L")
-    want = definition(given)
+    want = given.on(reference_one_scan_attention)
     for form in ("chunk", "rnn"):
         with torch.inference_mode():
             assert_close(one_scan(given, dict(form=form, chunk_size=size)), want, 1e-12)
 
 
 @pytest.mark.parametrize("what", ["", "angles BHL"])
-@pytest.mark.parametrize("masks", ["valid", "segments"])
 @every_form
-def test_padding_and_segments_are_sequences_by_themselves(form, masks, what):
-    """Check a masked batch with poisoned padding against separate clean sequences: values, gradients, exact zeros."""
-    present = VALID if masks == "valid" else VALID & (SEGMENTS >= 0)
-    sequences = by_valid(VALID) if masks == "valid" else by_segments(SEGMENTS, VALID)
-    given = inputs(LENGTH, what, batch=BATCH, heads=2)
-    leaves = given.leaves()
-    want = separate(leaves, sequences)
-    grads = backward(want, leaves)
-    leaves = poisoned(given, present).leaves()
-    absent = (~present)[:, None].expand(want.shape[:3])
-    with torch.no_grad():
-        without = one_scan(leaves, SMALL_FORMS[form], MASKS[masks])
-    got = one_scan(leaves, SMALL_FORMS[form], MASKS[masks])
-    for y in (without, got):
-        assert_close(y, want, 1e-12)
-        assert not y[absent].any()
-    found = backward(got, leaves)
-    assert_gradients(found, grads, 1e-10)
-    for name, grad in found.items():
-        assert not grad[absent].any(), name
+def test_padding_and_segments_are_sequences_by_themselves(form, what):
+    check_masks(inputs(LENGTH, what, batch=BATCH, heads=2), form, one_scan_attention)
 
 
 def separate(given: Inputs, sequences: list[list[Tensor]]) -> Tensor:
@@ -126,13 +97,17 @@ def separate(given: Inputs, sequences: list[list[Tensor]]) -> Tensor:
 
 
 @every_form
-def test_prepared_segments_and_holes(form):
-    given = inputs(LENGTH, batch=BATCH)
-    got = one_scan(given, SMALL_FORMS[form], MASKS["prepared"])
-    assert torch.equal(got, one_scan(given, SMALL_FORMS[form], MASKS["segments"]))
-    assert_close(got, separate(given, by_segments(SEGMENTS, VALID)), 1e-12)
-    whole = one_scan(given, SMALL_FORMS[form], dict(segments=SegmentIndex(None, None)))
-    assert torch.equal(whole, one_scan(given, SMALL_FORMS[form]))
+def test_masks_without_gradients(form):
+    """Check poisoned padding, and prepared segments with holes, against the definition of every sequence alone."""
+    given = inputs(LENGTH, "angles BHL", batch=BATCH)
+    for masks, present in (("valid", VALID), ("prepared", VALID & (SEGMENTS >= 0))):
+        sequences = by_valid(VALID) if masks == "valid" else by_segments(SEGMENTS, VALID)
+        got = one_scan(poisoned(given, present), form, MASKS[masks])
+        assert_close(got, separate(given, sequences), 1e-12, masks)
+        assert not got[(~present)[:, None].expand(got.shape[:3])].any(), masks
+    assert torch.equal(got, one_scan(given, form, MASKS["segments"]))
+    whole = one_scan(given, form, dict(segments=SegmentIndex(None, None)))
+    assert torch.equal(whole, one_scan(given, form))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +121,10 @@ def test_extreme_keys(form, masks, dtype):
     ones = torch.ones_like(signs)
     for k in (1e4 * signs, 1e4 * given.k, -1e4 * ones, 1e4 * ones):
         some = given._replace(k=k.to(dtype))
-        leaves = some.leaves()
-        y = one_scan(leaves, SMALL_FORMS[form], MASKS[masks])
-        assert y.isfinite().all()
-        for grad in backward(y, leaves).values():
-            assert grad.isfinite().all()
-        want = definition(some.to(torch.float64), **MASKS[masks])
-        assert_close(y.detach(), want, 2e-5 if dtype == torch.float32 else 0.05)
+        y, grads = values_and_gradients(some, SMALL_FORMS[form], MASKS[masks], call=one_scan)
+        assert_finite(y, grads)
+        want = some.to(torch.float64).on(reference_one_scan_attention, **MASKS[masks])
+        assert_close(y, want, 2e-5 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.slow
@@ -175,7 +147,7 @@ def test_the_softmax_is_float32_beside_bf16(form):
 def test_a_feature_map_is_of_the_queries(form):
     given = inputs(LENGTH, batch=BATCH)
     mapped = given._replace(q=torch.nn.functional.elu(given.q) + 1)
-    how = SMALL_FORMS[form] | MASKS["valid"]
+    how = form | MASKS["valid"]
     assert_close(one_scan(given, how, dict(feature_map="elu1")), one_scan(mapped, how), 1e-14)
 
 
@@ -239,14 +211,12 @@ def test_one_graph(monkeypatch):
         loop = one_scan(given, dict(form="chunk", chunk_size=1), MASKS["valid"])
         return torch.cat([loop, one_scan(given, dict(form="rnn", chunk_size=12), MASKS["prepared"])])
 
-    leaves = given.leaves()
-    same = given.leaves()
-    got = torch.compile(with_gradients, fullgraph=True, dynamic=False, backend="aot_eager")(leaves)
-    want = with_gradients(same)
+    compiled = torch.compile(with_gradients, fullgraph=True, dynamic=False, backend="aot_eager")
+    got, found = values_and_gradients(given, call=compiled)
+    want, grads = values_and_gradients(given, call=with_gradients)
     assert_close(got, want, 1e-5)
-    grads = backward(want, same)
-    for name, found in backward(got, leaves).items():
-        assert_close(found, grads[name], 1e-5, name)
+    for name, grad in found.items():
+        assert_close(grad, grads[name], 1e-5, name)
     with torch.no_grad():
         got = torch.compile(without, fullgraph=True, dynamic=False, backend="eager")(given)
         assert_close(got, without(given), 1e-5)

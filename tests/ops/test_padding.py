@@ -10,34 +10,36 @@ from .checks import (
     LENGTH,
     SEGMENTS,
     VALID,
+    assert_finite,
     attend,
     by_segments,
     check_masked,
     check_masks,
+    every_form,
     poisoned,
+    values_and_gradients,
 )
 from .helpers import (
+    ALL_NORMALIZE,
     DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
-    NORMALIZE,
     SMALL_FORMS,
     assert_close,
-    backward,
     case,
     grid,
     make,
     pairwise,
+    signed_for,
 )
-
-every_form = pytest.mark.parametrize("form", SMALL_FORMS)
 
 
 @pytest.mark.parametrize(
-    "form, decay, how", grid(tuple(SMALL_FORMS), DECAYS, direction=DIRECTIONS, normalize=NORMALIZE)
+    "form, decay, how", grid(tuple(SMALL_FORMS), DECAYS, direction=DIRECTIONS, normalize=ALL_NORMALIZE)
 )
 def test_masks(form, decay, how):
-    check_masks(make(decay, LENGTH, batch=BATCH, heads=2), SMALL_FORMS[form] | how)
+    inputs = make(decay, LENGTH, batch=BATCH, heads=2)
+    check_masks(signed_for(inputs, how["normalize"]), SMALL_FORMS[form] | how)
 
 
 @pytest.mark.parametrize("form, decay, direction", list(zip(SMALL_FORMS, ("S", "vector", "lit", "D"), DIRECTIONS * 2)))
@@ -63,12 +65,13 @@ def test_gates(form, how):
         ("lit", "S", "vector"),
         direction=("both", "backward"),
         decay_convention=("between", "source"),
+        normalize=ALL_NORMALIZE,
     ),
 )
 def test_bonus(form, decay, how):
     """Check that padding of one row does not reach the gradient of the bonus, which all rows share."""
-    inputs = case(make(decay, LENGTH, batch=BATCH, heads=2), "bonus HD")
-    check_masks(inputs, SMALL_FORMS[form] | how)
+    inputs = signed_for(make(decay, LENGTH, batch=BATCH, heads=2), how["normalize"])
+    check_masks(case(inputs, "bonus HD"), SMALL_FORMS[form] | how)
 
 
 @pytest.mark.parametrize("decay, direction", pairwise(DECAYS, DIRECTIONS))
@@ -88,12 +91,10 @@ def test_against_the_definition(decay, direction):
 def test_padding_is_zero_in_every_dtype(dtype, form):
     """Check that outputs at padding are 0, also in float16, where 1 / eps is infinite."""
     for decay in DECAYS:
-        leaves = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID).leaves()
-        got = attend(leaves, SMALL_FORMS[form], dict(valid=VALID))
+        inputs = poisoned(make(decay, LENGTH, batch=BATCH, heads=2, dtype=dtype), VALID)
+        got, grads = values_and_gradients(inputs, form, dict(valid=VALID))
         assert not got[(~VALID)[:, None].expand(got.shape[:3])].any()
-        assert got.isfinite().all()
-        for name, grad in backward(got, leaves).items():
-            assert grad.isfinite().all(), f"d{name}"
+        assert_finite(got, grads)
 
 
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -111,9 +112,9 @@ def test_segments_that_come_back(form):
     inputs = make("S", 3)
     bad = torch.tensor([[0, 0, 1], [0, 1, 0]])
     with pytest.raises(ValueError, match="segments"):
-        attend(inputs, SMALL_FORMS[form], dict(segments=bad))
+        attend(inputs, form, dict(segments=bad))
     # with the tokens between deleted, the two pieces are adjacent
     valid = torch.tensor([[True, False, True]] * 2)
     expected = inputs.on(reference_attention, valid=valid)
     for masks in (dict(segments=torch.tensor([[0, -1, 0]] * 2)), dict(segments=bad[[1, 1]], valid=valid)):
-        assert_close(attend(inputs, SMALL_FORMS[form], masks), expected, 1e-12)
+        assert_close(attend(inputs, form, masks), expected, 1e-12)

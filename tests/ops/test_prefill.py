@@ -5,7 +5,7 @@ import torch
 
 from lion.ops import State, prefill
 
-from .checks import assert_gradients, attend
+from .checks import assert_gradients, attend, values_and_gradients
 from .helpers import (
     ALL_NORMALIZE,
     DECAY_CONVENTIONS,
@@ -17,7 +17,7 @@ from .helpers import (
     grid,
     make,
     oracle_attention,
-    signed,
+    signed_for,
     unit_keys,
 )
 from .test_streaming import FORWARD, PIECES, one_step, stream
@@ -32,10 +32,7 @@ REST = [1, 3, 1]  # lengths of the pieces after the prompt
 
 def some(decay: str, normalize: str, what: str, **shape) -> Inputs:
     inputs = make(decay, LENGTH, **shape)
-    if "beta" in what:
-        inputs = unit_keys(inputs)
-    elif normalize in ("max", "none"):
-        inputs = signed(inputs)
+    inputs = unit_keys(inputs) if "beta" in what else signed_for(inputs, normalize)
     return case(inputs, what)
 
 
@@ -140,8 +137,7 @@ def test_dtypes(decay, what, arguments, dtype, tolerance):
 )
 def test_gradients_flow_through_the_prompt(decay, what, arguments):
     inputs = some(decay, arguments["normalize"], what)
-    leaves = inputs.leaves()
-    expected = backward(attend(leaves, FORWARD, arguments), leaves)
+    _, expected = values_and_gradients(inputs, FORWARD, arguments)
     leaves = inputs.leaves()
     prompt, state = attend(leaves.at(PROMPT), arguments, dict(chunk_size=4), function=prefill)
     rest, _ = stream(leaves, REST, state, SPLIT, **arguments)
@@ -155,6 +151,10 @@ PADDED[0, 6:] = False
 PADDED[1, :4] = False
 PADDED[2, [2, 5]] = False
 SEGMENTS = torch.tensor([[5, 5, 5, 2, 2, 2, 2, 2, 2], [0, 0, -1, 0, 0, 1, -1, 1, -1], [-1, 3, 3, 3, 3, 3, 3, 3, -1]])
+MASKS = {  # arguments, and the segment of each token
+    "padding": (dict(valid=PADDED), PADDED.long() - 1),
+    "segments": (dict(segments=SEGMENTS), SEGMENTS),
+}
 CASES = {  # arguments that enter the state in different ways
     "S": ("S", "bonus H", dict(normalize="sum", decay_convention="source")),
     "between": ("S", "bonus HD, angles L", dict(normalize="sum", decay_convention="between")),
@@ -180,41 +180,28 @@ def prompt_with_junk(inputs: Inputs, absent: torch.Tensor) -> Inputs:
     return prompt
 
 
-@every_case
-def test_padded_prompts(name):
-    """Check padding at the left, right or inside: rows continue as if there were no padding."""
-    inputs, arguments = of(name)
-    prompt = prompt_with_junk(inputs, ~PADDED)
-    for size in (4, 64):
-        y, state = attend(prompt, arguments, dict(chunk_size=size, valid=PADDED), function=prefill)
-        rest, _ = stream(inputs, REST, state, SPLIT, **arguments)
-        for row, valid in enumerate(PADDED):
-            tokens = torch.cat([valid.nonzero()[:, 0], torch.arange(SPLIT, LENGTH)])
-            expected = oracle_attention(inputs.tokens(row, tokens), direction="forward", **arguments)[0]
-            assert not y[row, :, ~valid].any()
-            got = torch.cat([y[row, :, valid], rest[row]], 1)
-            assert_close(got, expected, 1e-12, f"row {row}")
-
-
 @pytest.mark.parametrize("name", ("S", "between", "vector", "max"))
 def test_padding_of_a_prompt_leaves_gradients_alone(name):
     """Check that padding changes no gradients, including those of angles and bonus, which all rows share."""
     inputs, arguments = of(name)
-    leaves = inputs.at(PROMPT).leaves()
-    expected = backward(attend(leaves, FORWARD, arguments, dict(valid=PADDED)), leaves)
+    _, expected = values_and_gradients(inputs.at(PROMPT), FORWARD, arguments, dict(valid=PADDED))
     leaves = prompt_with_junk(inputs, ~PADDED).leaves()
     y, state = attend(leaves, arguments, dict(valid=PADDED), function=prefill)
     assert_gradients(backward(y + 0 * (state.S.sum() + state.z.sum()), leaves), expected, 1e-10)
 
 
+@pytest.mark.parametrize("masks", MASKS)
 @every_case
-def test_the_state_is_that_of_the_last_segment(name):
+def test_the_state_is_that_of_the_last_segment(name, masks):
+    """Check segments, and padding at the left, right or inside: each is a sequence by itself."""
     inputs, arguments = of(name)
-    prompt = prompt_with_junk(inputs, SEGMENTS < 0)
+    given, segments = MASKS[masks]
+    prompt = prompt_with_junk(inputs, segments < 0)
     for size in (2, 4, 64):
-        y, state = attend(prompt, arguments, dict(chunk_size=size, segments=SEGMENTS), function=prefill)
+        y, state = attend(prompt, arguments, dict(chunk_size=size), given, function=prefill)
         rest, _ = stream(inputs, REST, state, SPLIT, **arguments)
-        for row, ids in enumerate(SEGMENTS):
+        for row, ids in enumerate(segments):
+            assert not y[row, :, ids < 0].any()
             last = ids[ids >= 0][-1]
             for segment in ids[ids >= 0].unique():
                 tokens = (ids == segment).nonzero()[:, 0]

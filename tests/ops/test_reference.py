@@ -21,7 +21,7 @@ from .helpers import (
     make,
     oracle_attention,
     oracle_mask,
-    signed,
+    signed_for,
 )
 
 # The examples in the docstring of lion.ops.decay: row i attends to column j, letters are factors.
@@ -77,7 +77,7 @@ MASK = dict(direction=DIRECTIONS, decay_convention=DECAY_CONVENTIONS, normalize=
 def test_reference_is_the_mathematics(decay, what, how):
     for length in (1, 2, 7, 12):
         inputs = make(decay, length, heads=2)
-        inputs = case(signed(inputs) if how["normalize"] in ("max", "none") else inputs, what)
+        inputs = case(signed_for(inputs, how["normalize"]), what)
         check(inputs, **how)
 
 

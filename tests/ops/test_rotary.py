@@ -5,22 +5,23 @@ import torch
 
 from lion.ops import rope_frequencies, rotary_angles, rotate
 
-from .checks import BATCH, LENGTH, attend, check_gradients, check_masks
+from .checks import BATCH, LENGTH, attend, check_gradients, check_masks, every_form
 from .helpers import (
     ALL_NORMALIZE,
+    DECAY_CONVENTIONS,
     DECAYS,
     DIRECTIONS,
     SMALL_FORMS,
     assert_close,
     case,
+    grid,
     make,
     oracle_rotate,
     pairwise,
-    signed,
+    signed_for,
 )
 
 SHAPES = ("angles L", "angles HL", "angles B1L", "angles BHL")
-every_form = pytest.mark.parametrize("form", SMALL_FORMS)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,22 +36,20 @@ def uniform(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "direction, what, normalize, mask",
-    pairwise(
-        DIRECTIONS, SHAPES, ALL_NORMALIZE, (("lit", "source"), ("S", "source"), ("S", "between"), ("vector", "target"))
+    "decay, what, bonus, how",
+    grid(
+        DECAYS,
+        SHAPES,
+        ("", ", bonus HD"),
+        direction=DIRECTIONS,
+        decay_convention=DECAY_CONVENTIONS,
+        normalize=ALL_NORMALIZE,
     ),
 )
-def test_every_shape(direction, what, normalize, mask):
+def test_every_shape(decay, what, bonus, how):
     """Check that row sums use unrotated scores, because sums of rotated scores may vanish or be negative."""
-    inputs = make(mask[0], 11, heads=2)
-    inputs = case(signed(inputs) if normalize == "max" else inputs, what)
-    check_gradients(inputs, SMALL_FORMS, direction=direction, decay_convention=mask[1], normalize=normalize)
-
-
-@pytest.mark.parametrize("decay, direction", pairwise(DECAYS, DIRECTIONS))
-def test_with_every_decay_and_a_bonus(decay, direction):
-    inputs = case(make(decay, 11, heads=2), "angles HL, bonus HD")
-    check_gradients(inputs, SMALL_FORMS, direction=direction, decay_convention="between")
+    inputs = signed_for(make(decay, 11, heads=2), how["normalize"])
+    check_gradients(case(inputs, what + bonus), SMALL_FORMS, **how)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +67,10 @@ def test_dtypes(form, dtype, tolerance):
     """Check wide angles with narrow tokens, in every floating-point dtype."""
     inputs = make("S", 11, dtype=dtype)
     for angles in (200 * uniform(11, 2).float(), 200 * uniform(11, 2)):
-        got = attend(inputs._replace(angles=angles), SMALL_FORMS[form])
+        got = attend(inputs._replace(angles=angles), form)
         assert got.dtype == dtype
         exact = inputs.to(torch.float64)._replace(angles=angles.double())
-        assert_close(got, attend(exact, SMALL_FORMS[form]), tolerance)
+        assert_close(got, attend(exact, form), tolerance)
 
 
 # Functions of the module
@@ -137,7 +136,7 @@ def test_far_places(form):
     def attention(dtype, start):
         learned = torch.tensor([[1.0, 0.3]], dtype=torch.float32).to(dtype).requires_grad_()
         angles = rotary_angles(start + torch.arange(11)[None], learned)
-        y = attend(inputs.to(dtype)._replace(angles=angles), SMALL_FORMS[form])
+        y = attend(inputs.to(dtype)._replace(angles=angles), form)
         y.square().sum().backward()
         assert y.dtype == learned.grad.dtype == dtype
         return y, learned.grad

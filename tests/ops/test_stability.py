@@ -8,7 +8,7 @@ import torch
 from lion.ops import SCAN_MERGES, linear_attention_parts, multi_scan_attention, prefill, reference_attention
 from lion.ops.decay import ONE_TERM_UP_TO, decay_mask, make_directions
 
-from .checks import assert_gradients, attend, definition
+from .checks import assert_finite, assert_gradients, attend, check_gradients, definition, values_and_gradients
 from .helpers import (
     DECAY_CONVENTIONS,
     DECAYS,
@@ -30,26 +30,13 @@ from .test_streaming import stream
 
 BF16 = 2.0**-8  # unit roundoff
 FP16 = 2.0**-11
-every_form = pytest.mark.parametrize("form", FORMS)
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 @pytest.mark.parametrize("form, how", grid(tuple(FORMS), direction=DIRECTIONS, decay_convention=DECAY_CONVENTIONS))
 def test_extreme_gates_have_finite_gradients(form, how):
-    leaves = make("extreme", 400, batch=1, heads=1, dtype=torch.float32).leaves()
-    y = attend(leaves, FORMS[form], how)
-    assert y.isfinite().all()
-    for name, grad in backward(y, leaves).items():
-        assert grad.isfinite().all(), f"d{name}"
-
-
-def check_against_definition(inputs: Inputs, tolerance: float, form: str, **arguments) -> None:
-    """Check outputs and gradients, in float64 up to `tolerance`."""
-    expected = definition(inputs, **arguments)
-    for dtype, most in ((torch.float64, tolerance), (torch.float32, 5e-5)):
-        leaves = inputs.to(dtype).leaves()
-        got = attend(leaves, FORMS[form], arguments)
-        assert_close(got, expected[0], most, f"{dtype}")
-        assert_gradients(backward(got, leaves), expected[1], most, f"{dtype}")
+    inputs = make("extreme", 400, batch=1, heads=1, dtype=torch.float32)
+    assert_finite(*values_and_gradients(inputs, FORMS[form], how))
 
 
 def closed(decay: str, gate: float, share: float) -> Inputs:
@@ -62,14 +49,14 @@ def closed(decay: str, gate: float, share: float) -> Inputs:
 @pytest.mark.parametrize("form, gate, share", pairwise(tuple(FORMS), (-1e4, -1e9, -1e30, -torch.inf), (0.3, 1.0)))
 def test_gates_below_every_float(form, gate, share):
     """Check lambda = 0 in every dtype, for any logarithm: cumulative sums must keep the precision of other gates."""
-    check_against_definition(closed("S", gate, share), 1e-10, form)
+    check_gradients(closed("S", gate, share), {form: FORMS[form]})
 
 
 @pytest.mark.parametrize("form, decay, direction", pairwise(tuple(FORMS), ("S", "vector"), DIRECTIONS))
 def test_gates_of_zero_between_others(form, decay, direction):
     """Check that a closed gate separates the tokens on both sides, but not its own token, read before the decay."""
     inputs = closed(decay, -torch.inf, 0.3)
-    check_against_definition(inputs, 1e-10, form, decay_convention="between", direction=direction)
+    check_gradients(inputs, {form: FORMS[form]}, decay_convention="between", direction=direction)
 
 
 @every_form
@@ -78,10 +65,10 @@ def test_gates_that_keep_everything_still_learn(steep, flat, form):
     """Check the gradient of a gate at lambda = 1, exact or up to rounding of the sums: it must not be cut off."""
     inputs = make("extreme", 97, batch=1, heads=2)
     gates = torch.where(inputs.log_decay < -1, steep, flat)
-    check_against_definition(inputs._replace(log_decay=gates.float().double()), 1e-10, form)
+    check_gradients(inputs._replace(log_decay=gates.float().double()), {"form": form})
 
 
-@every_form
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lanes", (1, 8), ids=("scalar", "vector"))
 @pytest.mark.slow
 def test_no_denormal_numbers(lanes, form):
@@ -129,10 +116,9 @@ def test_gates_above_zero_count_as_zero(decay, decay_convention, direction, monk
     grads = dict(definition(cut, direction=direction, **how)[1])
     grads["log_decay"] = grads["log_decay"].masked_fill(above, 0)
     for form, more in SMALL_FORMS.items():
-        leaves = inputs.leaves()
-        got = attend(leaves, how, more, dict(direction=direction))
+        got, got_grads = values_and_gradients(inputs, how, more, dict(direction=direction))
         assert_close(got, expected, 1e-12, form)
-        assert_gradients(backward(got, leaves), grads, 1e-10, form)
+        assert_gradients(got_grads, grads, 1e-10, form)
     expected = oracle_attention(cut, direction="forward", **how)
     for pieces in ([1] * 23, [3, 1, 19]):
         assert_close(stream(inputs, pieces, **how)[0], expected, 1e-12, f"step {pieces}")
@@ -155,14 +141,11 @@ def test_long_sums_lose_nothing():
 @pytest.mark.parametrize("decay", DECAYS)
 def test_long_bf16_is_finite(decay):
     """Check bf16 states that are carried in groups of chunks."""
-    leaves = make(decay, 1_024, batch=1, heads=1, dim=8, value_dim=8, dtype=torch.bfloat16).leaves()
+    inputs = make(decay, 1_024, batch=1, heads=1, dim=8, value_dim=8, dtype=torch.bfloat16)
     how = dict(form="chunk", chunk_size=8)
-    y = attend(leaves, how)
+    assert_finite(*values_and_gradients(inputs, how))
     with torch.inference_mode():
-        assert attend(leaves, how).isfinite().all()
-    assert y.isfinite().all()
-    for name, grad in backward(y, leaves).items():
-        assert grad.isfinite().all(), f"d{name}"
+        assert attend(inputs, how).isfinite().all()
 
 
 @pytest.mark.parametrize("decay, how", grid(DECAYS, direction=DIRECTIONS, normalize=NORMALIZE))
@@ -220,17 +203,15 @@ def test_float16_sums_beyond_its_range(decay, normalize, direction):
     """
     inputs = long_float16(decay, 512)
     how = dict(direction=direction, normalize=normalize)
-    exact = inputs.to(torch.float64).leaves()
+    exact = inputs.to(torch.float64)
     numerator, _ = attend(exact, how, function=linear_attention_parts)
     assert numerator.abs().max() > 1e5
-    expected = attend(exact, how)
-    grads = backward(expected, exact)
+    expected, grads = values_and_gradients(exact, how)
     for form in ("full", "chunk64", "rnn64"):
-        leaves = inputs.leaves()
-        got = attend(leaves, how, FORMS[form])
+        got, got_grads = values_and_gradients(inputs, how, FORMS[form])
         assert got.dtype == torch.float16
         assert_close(got, expected, 2 * FP16, f"{form} {how}")
-        for name, grad in backward(got, leaves).items():
+        for name, grad in got_grads.items():
             if normalize != "pre" or form != "rnn64":  # rnn rounds two canceling gradients separately
                 assert_close(grad, grads[name], 8 * FP16, f"d{name} {form} {how}")
             assert grad.isfinite().all()
@@ -282,11 +263,11 @@ def test_autocast_changes_nothing(decay, form):
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make(decay, 70, batch=1, heads=1, dtype=dtype)
         leaves = inputs.leaves()
-        expected = attend(leaves, FORMS[form])
+        expected = attend(leaves, form)
         expected_grads = backward(expected, leaves)
         leaves = inputs.leaves()
         with torch.autocast("cpu", torch.bfloat16):
-            got = attend(leaves, FORMS[form])
+            got = attend(leaves, form)
         assert got.dtype == dtype
         assert torch.equal(got, expected)
         for name, grad in backward(got, leaves).items():
@@ -300,7 +281,7 @@ def test_row_sums_are_exact_beside_bf16_tokens(direction, form):
     ones = torch.ones(1, 1, 1000, 1, dtype=torch.bfloat16)
     log_decay = torch.tensor([-(2.0**-10) * (1 + 2.0**-8)])  # halfway between two bf16 numbers
     inputs = Inputs(ones, ones, ones, log_decay)
-    _, rowsum = attend(inputs, FORMS[form], dict(direction=direction), function=linear_attention_parts)
+    _, rowsum = attend(inputs, form, dict(direction=direction), function=linear_attention_parts)
     distance = (torch.arange(1000)[:, None] - torch.arange(1000)).double()
     mask = (distance.abs() * log_decay.double()).exp()
     mask = {"both": mask, "forward": mask.tril(), "backward": mask.triu()}[direction]
