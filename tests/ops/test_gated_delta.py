@@ -60,7 +60,7 @@ def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
     "form, kind, erase",
     pairwise(
         ("full", "chunk5", "rnn1", "rnn5"),
-        (("lit", "beta, angles BHL"), ("S", "beta"), ("vector", "beta, erase, read"), ("extreme", "read")),
+        (("lit", "beta, angles HL"), ("S", "beta"), ("vector", "beta, erase, read"), ("extreme", "read")),
         (("both", False), ("forward", True), ("backward", True)),
     ),
 )
