@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import replace
+from argparse import Namespace
 
 import pytest
 import torch
@@ -23,16 +23,16 @@ from tools import probe, processes
 from tools.bench import clock, engine, lengths, operators, ops
 from tools.bench.floors import Size, floor, flops, published_flops, traffic
 from tools.bench.operators import OPERATORS
-from tools.bench.ops_report import OpsReport, crossing, crossovers
+from tools.bench.ops_report import OpsReport, crossing, crossovers, note, setting_of
 from tools.store import SCHEMA
 
 RATES = {"flops": 1e9, "bytes": 1e9}
-JOB = ops.Job(
+JOB = Namespace(
     mixer="lion_s",
-    forms=("full", "chunk", "rnn"),
-    lengths=(24,),
+    form=("full", "chunk", "rnn"),
+    length=(24,),
     passes=("forward", "both"),
-    chunk_sizes=(8,),
+    chunk_size=(8,),
     heads=2,
     dim=8,
     tokens=48,
@@ -49,14 +49,14 @@ JOB = ops.Job(
 def measure(**changes) -> tuple[list, list]:
     """Run a job in this process; return its rows and notes."""
     sent = []
-    ops.measure(replace(JOB, **changes), sent.append)
+    ops.measure(engine.job_of(JOB, **changes), sent.append)
     rows = [message["row"] for message in sent if message["kind"] == "row"]
     notes = [message for message in sent if message["kind"] == "missing"]
     return rows, notes
 
 
 def row(length: int = 64, ratio: float = 2.0, **changes) -> dict:
-    made = JOB.about() | {"mixer": "lion_s", "form": "chunk", "chunk_size": 8, "length": length, "pass": "forward"}
+    made = setting_of(JOB) | {"mixer": "lion_s", "form": "chunk", "chunk_size": 8, "length": length, "pass": "forward"}
     made |= {"ms": 4 * ratio, "sdpa_ms": 4.0, "ratio": ratio, "rounds": [ratio], "compiled": True, "error": 1e-7}
     made |= {"arithmetic_ms": 2.0, "bytes_ms": 1.0, "floor_ms": 2.0, "peak_bytes": 3 * 2**20, "flops": 1, "bytes": 1}
     return made | {"batch": 1, "torch": "2", "date": "2026-01-01T00:00:00", "command": "x"} | changes
@@ -69,7 +69,7 @@ def sdpa(**changes) -> dict:
 @pytest.mark.parametrize("mixer", ["lion_s", "deltanet", "lightnet"])
 @pytest.mark.slow
 def test_mixers_are_verified_and_measured(mixer):
-    rows, notes = measure(mixer=mixer, forms=("full", "chunk"), passes=("both",), rounds=1)
+    rows, notes = measure(mixer=mixer, form=("full", "chunk"), passes=("both",), rounds=1)
     assert not notes
     first, *own = rows
     assert (first["mixer"], first["form"], first["chunk_size"]) == ("sdpa", "sdpa", None)
@@ -110,13 +110,13 @@ def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.slow
 def test_half_precision_is_measured(dtype):
-    rows, notes = measure(mixer="lion_s", forms=("chunk",), passes=("forward",), rounds=1, dtype=dtype)
+    rows, notes = measure(mixer="lion_s", form=("chunk",), passes=("forward",), rounds=1, dtype=dtype)
     assert not notes and [row["dtype"] for row in rows] == [dtype, dtype]
 
 
 @pytest.mark.slow
 def test_rows_hold_time_ratio_floor_and_memory():
-    rows, _ = measure(chunk_sizes=(8, 16))
+    rows, _ = measure(chunk_size=(8, 16))
     assert [r["form"] for r in rows if r["pass"] == "both"] == ["sdpa", "full", "chunk", "chunk"]  # rnn: inference only
     assert [r["chunk_size"] for r in rows if r["form"] == "rnn"] == [8, 16]
     for r in rows:
@@ -174,12 +174,12 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
 @pytest.mark.slow
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
-    rows, (note,) = measure(forms=("full", "chunk"), passes=("forward",), rounds=1)
+    rows, (note,) = measure(form=("full", "chunk"), passes=("forward",), rounds=1)
     assert [r["form"] for r in rows] == ["sdpa", "chunk"]
     assert "more than is free" in note["text"]
     assert not note["failed"]
     assert note["row"]["length"] == 24
-    rows, notes = measure(mixer="lion_lit", forms=("full",), passes=("forward",), rounds=1)
+    rows, notes = measure(mixer="lion_lit", form=("full",), passes=("forward",), rounds=1)
     assert len(rows) == 2  # the product without decay has no L x L matrix
     assert not notes
 
@@ -257,7 +257,7 @@ def test_crossovers_are_of_a_mixer_and_a_pass():
 
 def report_of(folder, rows) -> OpsReport:
     report = OpsReport(folder)
-    report.add(JOB.about() | RATES, "rates")
+    report.add(setting_of(JOB) | RATES, "rates")
     for each in rows:
         report.add(each)
     return report
@@ -265,8 +265,8 @@ def report_of(folder, rows) -> OpsReport:
 
 def test_reports_are_merged_by_key(tmp_path):
     first = report_of(tmp_path, (row(), row(128), sdpa(), row(chunk_size=16)))
-    note = JOB.note("not today", False, probe.Variant("full"), length=64, **{"pass": "forward"})
-    first.add(note["row"], "notes")
+    missing = note(JOB, "not today", False, probe.Variant("full"), length=64, **{"pass": "forward"})
+    first.add(missing["row"], "notes")
     first.missing(JOB, "its process ended")
     first.write()
     again = OpsReport(tmp_path).load()
@@ -312,7 +312,7 @@ def test_rows_that_another_command_has_removed_are_not_printed(tmp_path):
     report = report_of(tmp_path, (row(), row(128)))
     report.write()
     other = OpsReport(tmp_path).load(fresh=True)
-    other.add(JOB.about() | RATES, "rates")
+    other.add(setting_of(JOB) | RATES, "rates")
     other.add(row(256))
     other.write()
     report.add(row(512))

@@ -1,6 +1,7 @@
 """`bench generate`: built models, counted bytes and the report. Times are not checked."""
 
 import json
+from argparse import Namespace
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_what_is_timed_is_what_generation_does(mixer, mode):
     torch.manual_seed(0)
     model = task.build_model(config).double().eval()
     tokens = torch.randint(65, (1, 21))
-    job = generate.Job((), (8, 20), (), 2, 1, 1, 1, True, "")
+    job = Namespace(lengths=(8, 20), batch=2)
     text = Continuation.of(model, mode, [tokens[0, :20].tolist()] * 2)
     text.append(tokens[:, 20].expand(2))
     state = generate.states_of(model, tokens[:, :20], job)[20]

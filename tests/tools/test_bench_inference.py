@@ -1,6 +1,7 @@
 """`bench inference`: built models, counted memory and reports. Times are not checked."""
 
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def measured(run, *variants, sizes=(8, 16), **changes):
     """Measure variants of a run, or of a recipe with random weights; return their rows and notes."""
     sent = []
     for size in sizes:
-        job = inference.Job(run=str(run), command="x", variants=variants, size=size, **JOB | changes)
+        job = Namespace(run=str(run), command="x", variants=variants, size=size, **JOB | changes)
         inference.measure(job, sent.append)
     rows = [message["row"] for message in sent if message["kind"] == "row"]
     notes = [message["text"] for message in sent if message["kind"] == "note"]

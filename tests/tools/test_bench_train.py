@@ -1,6 +1,7 @@
 """`bench train`: built models, the timed step and reports. Times are not checked."""
 
 import json
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from statistics import median
 from types import SimpleNamespace
@@ -12,15 +13,16 @@ from lion.config import ConfigError
 from lion.layers.mixers import Attention
 from tests.helpers import ROOT, here, refuse
 from tools.bench import engine, train
+from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
 from tools.compose import resolve
 from tools.tables import fill
 
 CPU = torch.device("cpu")
 TINY = ["model.dim=12", "model.depth=2", "model.num_heads=3"]
-JOB = train.Job(
+JOB = Namespace(
     recipes=tuple(str(ROOT / f"recipes/deit_tiny_{m}.yaml") for m in ("lion_s", "softmax", "lion_d_multiscan")),
-    overrides=tuple(TINY),
+    set=tuple(TINY),
     size=32,
     batch=3,
     matmul="highest",
@@ -33,7 +35,7 @@ JOB = train.Job(
     against=None,
     command="x",
 )
-TEXT = replace(JOB, recipes=("shakespeare_char_softmax", "shakespeare_char_lion_s"), size=9, plain=True)
+TEXT = job_of(JOB, recipes=("shakespeare_char_softmax", "shakespeare_char_lion_s"), size=9, plain=True)
 
 
 def rows_of(job):
@@ -57,10 +59,10 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
     assert softmax.dim == 12
     for _, task in models.values():
         assert task.info.size == (32, 32)
-    job = replace(JOB, recipes=("dit_cifar10_softmax_patch4",))
+    job = job_of(JOB, recipes=("dit_cifar10_softmax_patch4",))
     assert list(train.models(job)) == ["softmax", train.FLOOR]  # labels include the patch size
     with pytest.raises(ConfigError, match="patches of 8 x 8"):
-        train.models(replace(job, recipes=(*job.recipes, "dit_cifar10_softmax_patch8")))
+        train.models(job_of(job, recipes=(*job.recipes, "dit_cifar10_softmax_patch8")))
 
 
 def vit_row(mixer, shape="dim 384, depth 12, 6 heads, patches of 16 x 16", size=224, model="vit"):
@@ -89,7 +91,7 @@ def test_the_papers_ratios_stand_beside_the_same_models(row, ratio):
 
 def test_the_papers_ratio_of_hydra_is_that_to_deit():
     """Check that it stands beside our ratio to the same recipe, and nowhere else."""
-    job = replace(JOB, recipes=("hydra_small",), overrides=(), size=224, against="deit_small_softmax")
+    job = job_of(JOB, recipes=("hydra_small",), set=(), size=224, against="deit_small_softmax")
     models = train.models(job)
     assert list(models) == ["softmax", train.FLOOR, "deit_small_softmax", "hydra"]
     small = models["hydra"][0].model.shape()
@@ -120,7 +122,7 @@ def test_the_papers_ratios_of_vim_are_those_to_deit(size, ratio):
 
 def test_recipes_that_differ_in_more_than_the_mixer_are_rows_of_their_own():
     names = ("lion_lit", "linear", "linear_feature_map", "linear_positions", "softmax_no_positions", "lion_s_forward")
-    models = train.models(replace(JOB, recipes=tuple(f"cifar100_{name}" for name in names)))
+    models = train.models(job_of(JOB, recipes=tuple(f"cifar100_{name}" for name in names)))
     assert len(models) == 2 + len(names)
     assert models["softmax without positions"][0].model.position_embedding is False
 
@@ -152,7 +154,7 @@ GROWING = ("trainer.time=1h", "schedule.warmup=0", "trainer.batch_start=256", "t
 
 @pytest.mark.parametrize("more", [(), GROWING])
 def test_a_step_trains(more):
-    recipe, task = train.models(replace(JOB, overrides=(*TINY, *more)))["lion_s"]
+    recipe, task = train.models(job_of(JOB, set=(*TINY, *more)))["lion_s"]
     torch.manual_seed(0)
     model = task.build_model(recipe.model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -167,7 +169,7 @@ def test_a_step_trains(more):
 @pytest.mark.slow
 def test_rows_of_training_steps():
     """Check that a CPU computes in float32 unless `--precision` says otherwise."""
-    rows = rows_of(replace(JOB, overrides=(*JOB.overrides, "trainer.precision=bf16")))
+    rows = rows_of(job_of(JOB, set=(*JOB.set, "trainer.precision=bf16")))
     assert [row["mixer"] for row in rows] == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
     assert rows[0]["ratio"] == 1
     for row in rows:
@@ -183,7 +185,7 @@ def test_rows_of_training_steps():
 def test_a_model_of_another_shape_is_held_against_all():
     """Check that such a model is timed in the same rounds and has no row; its shape may differ."""
     other = str(ROOT / "recipes/cifar10_mini.yaml")
-    job = replace(JOB, recipes=JOB.recipes[:1], against=other)
+    job = job_of(JOB, recipes=JOB.recipes[:1], against=other)
     shapes = {name: recipe.model.shape() for name, (recipe, _) in train.models(job).items()}
     assert shapes[other] != shapes["lion_s"] == shapes["softmax"]
     rows = rows_of(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from lion.config import ConfigError
 from lion.evaluation import timing
 from lion.trainer.compilation import time_products
 from lion.trainer.diagnostics import process_peak
-from tools.bench.engine import Report, collect
+from tools.bench.engine import Report, collect, job_of
 from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, order, q_bytes, seconds
 from tools.bench.operators import OPERATORS, check_operators, softmax
 from tools.gpu.targets import TARGETS
@@ -43,23 +42,6 @@ rows, Inductor took the fastest of its own and the libraries' kernels for every 
 
 Estimates are those of [gpu.md](gpu.md), for the rates of this GPU, with bytes and products in proportion to the batch.
 They may count other code than was timed, that of another version of torch or of a later commit."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Settings of one measuring process."""
-
-    name: str
-    form: str
-    length: int
-    batch: int
-    heads: int
-    dim: int
-    dtype: str
-    rounds: int
-    autotune: bool
-    kernels: str
-    command: str
 
 
 class ClockReport(Report):
@@ -105,23 +87,13 @@ def time_operators(args: Namespace, command: str) -> int:
     for name in args.names or DEFAULT:
         for length in sorted(set(args.length)):
             for form in dict.fromkeys(args.form):
-                jobs[f"{name}, {form}, {length:,} tokens"] = Job(
-                    name=name,
-                    form=form,
-                    length=length,
-                    batch=args.batch or max(1, round(TOKENS / length)),
-                    heads=args.heads,
-                    dim=args.dim,
-                    dtype=args.dtype,
-                    rounds=args.rounds,
-                    autotune=args.autotune,
-                    kernels=args.kernels,
-                    command=command,
-                )
+                batch = args.batch or max(1, round(TOKENS / length))
+                job = job_of(args, name=name, form=form, length=length, batch=batch, command=command)
+                jobs[f"{name}, {form}, {length:,} tokens"] = job
     return collect(report, jobs, measure)
 
 
-def measure(job: Job, send: Send) -> None:
+def measure(job: Namespace, send: Send) -> None:
     """Compile one operator, and time it beside softmax."""
     device, operator = pick_device(), OPERATORS[job.name]
     shape = (job.heads, job.dim, job.batch, job.length, device, getattr(torch, job.dtype))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shlex
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -126,6 +128,13 @@ class ReportOfRuns(Report):
 def typed(command: str, argv: Sequence[str]) -> str:
     """Return a command line as a person types it."""
     return shlex.join(["./run.sh", *command.split(), *argv])
+
+
+def job_of(args: Namespace, **values: Any) -> Namespace:
+    """Return the options of a command, and the values of one of its jobs, which may replace options."""
+    job = copy.copy(args)
+    vars(job).update(values)
+    return job
 
 
 def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Send], None], apart: bool = True) -> int:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from lion.runs import read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
 from tools import options
-from tools.bench.engine import Report, collect, typed
+from tools.bench.engine import Report, collect, job_of, typed
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
@@ -61,21 +61,6 @@ a KV cache at the same length. `state` is the memory kept from one token to the 
 size of the KV cache of softmax divided by `state`. `peak` is the memory that a call takes beyond weights and state.
 `state` and `peak` count the bytes of tensors."""
 STYLES = {"attention": (":", "^"), "kv": ("--", "s"), "rnn": ("-", "o")}
-
-
-@dataclass(frozen=True)
-class Job:
-    """Settings of one measuring process, which times all models at all lengths for one batch size."""
-
-    runs: tuple[str, ...]
-    lengths: tuple[int, ...]
-    modes: tuple[str, ...]
-    batch: int
-    rounds: int
-    seconds: float
-    threads: int
-    eager: bool
-    command: str
 
 
 class GenerateReport(Report):
@@ -148,21 +133,11 @@ def main(argv: list[str]) -> int:
     check_compiler(args.eager)
     models(args.runs)  # refuses bad runs before anything is measured
     report = GenerateReport(args.out).load(args.fresh)
-    threads = use_threads(args.threads)
-    job = Job(
-        runs=tuple(args.runs),
-        lengths=args.lengths,
-        modes=tuple(args.mode),
-        batch=0,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        threads=threads,
-        eager=args.eager,
-        command=typed("bench generate", argv),
-    )
+    args.threads = use_threads(args.threads)
+    args.command = typed("bench generate", argv)
     jobs = {}
     for batch in sorted(set(args.batch)):
-        jobs[f"batch {batch}"] = replace(job, batch=batch)
+        jobs[f"batch {batch}"] = job_of(args, batch=batch)
     return collect(report, jobs, measure)
 
 
@@ -203,7 +178,7 @@ def models(runs: Sequence[str]) -> dict[str, tuple[Task, Any]]:
     return {SOFTMAX: (task, config.with_mixer(SOFTMAX))} | found
 
 
-def measure(job: Job, send: Send) -> None:
+def measure(job: Namespace, send: Send) -> None:
     """Build all states, time one more token from each state, then time the modes that recompute the whole text."""
     torch.set_num_threads(job.threads)
     device = pick_device()
@@ -227,7 +202,7 @@ def measure(job: Job, send: Send) -> None:
             **stamp(job.command),
         }
         for mode in ("attention", streaming):
-            if mode not in job.modes:
+            if mode not in job.mode:
                 continue
             send({"kind": "note", "text": f"{label}, {mode}: {'warming up' if job.eager else 'compiling'}"})
             if not job.eager:
@@ -274,7 +249,7 @@ class Variant(NamedTuple):
     length: int
 
 
-def states_of(model: GPT, tokens: Tensor, job: Job) -> dict[int, Any]:
+def states_of(model: GPT, tokens: Tensor, job: Namespace) -> dict[int, Any]:
     """Return the state after each length of a text (1, L), repeated for all sequences of a batch."""
     states, state, done = {}, model.initial_state(1), 0
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):

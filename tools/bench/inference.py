@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.engine import ReportOfRuns, collect, typed
+from tools.bench.engine import ReportOfRuns, collect, job_of, typed
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
@@ -71,23 +72,6 @@ its latest measurement. `--evaluate N` also measures the task's metric on N rand
 the first variant that has the run's weights."""
 DECAYED, LAMBDA_1 = "lion_d", 100.0  # a mixer with decay sigmoid(a) per head, and the `a` whose decay is 1
 FARTHEST = 65  # range of the search for the nearest valid size
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Settings of one measuring process, which times all variants at one size."""
-
-    run: str
-    variants: tuple[Variant, ...]
-    size: int
-    batch: int
-    rounds: int
-    seconds: float
-    threads: int
-    eager: bool
-    samples: int | None
-    against: str | None
-    command: str
 
 
 class InferenceReport(ReportOfRuns):
@@ -150,23 +134,12 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--evaluate: {args.run} is a recipe, whose weights are random; give a run")
         held_out(loaded, args.sizes[0])
     report = InferenceReport(args.out).load(args.fresh)
-    threads = use_threads(args.threads)
-    job = Job(
-        run=args.run,
-        variants=tuple(variants(loaded, args.form, args.chunk_size)),
-        size=0,
-        batch=args.batch,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        threads=threads,
-        eager=args.eager,
-        samples=args.samples,
-        against=args.against,
-        command=typed("bench inference", argv),
-    )
+    args.threads = use_threads(args.threads)
+    args.command = typed("bench inference", argv)
+    args.variants = variants(loaded, args.form, args.chunk_size)
     jobs = {}
     for size in args.sizes:
-        jobs[f"{size} {loaded.task.info.size_unit}"] = dataclasses.replace(job, size=size)
+        jobs[f"{size} {loaded.task.info.size_unit}"] = job_of(args, size=size)
     return collect(report, jobs, measure)
 
 
@@ -269,7 +242,7 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
     return task, model
 
 
-def measure(job: Job, send: Send) -> None:
+def measure(job: Namespace, send: Send) -> None:
     """Measure memory (and the metric) of every variant, then time all variants in rounds."""
     torch.set_num_threads(job.threads)
     device = pick_device()

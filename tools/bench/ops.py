@@ -20,8 +20,8 @@ A long measurement can be split into several commands, and Ctrl-C keeps the rows
 from __future__ import annotations
 
 import statistics
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,15 +30,14 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
 from tools import options
-from tools.bench.engine import collect, typed
+from tools.bench.engine import collect, job_of, typed
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator, check_operators, softmax
-from tools.bench.ops_report import PASSES, OpsReport
+from tools.bench.ops_report import PASSES, OpsReport, note, setting_of
 from tools.cli import say
 from tools.probe import (
     Variant,
     check_compiler,
-    device_name,
     fits,
     pick_device,
     ratios,
@@ -56,51 +55,6 @@ CHECKED = 130  # tokens in the check against the definition: a few chunks, the l
 TOLERANCE = 2e-5  # largest error over the largest value, float32
 
 
-@dataclass(frozen=True)
-class Job:
-    """Settings of one measuring process, which times an operator of `OPERATORS` in every form, length and pass."""
-
-    mixer: str
-    forms: tuple[str, ...]
-    lengths: tuple[int, ...]
-    passes: tuple[str, ...]
-    chunk_sizes: tuple[int, ...]
-    heads: int
-    dim: int
-    tokens: int
-    rounds: int
-    seconds: float
-    dtype: str
-    eager: bool
-    threads: int
-    rates: dict[str, float]
-    command: str
-
-    def about(self) -> dict[str, Any]:
-        """Return the settings that two measurements must share to appear in one table."""
-        return {
-            "device": device_name(),
-            "threads": self.threads,
-            "dtype": self.dtype,
-            "heads": self.heads,
-            "dim": self.dim,
-            "tokens": self.tokens,
-            "eager": self.eager,
-        }
-
-    def note(self, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> dict[str, Any]:
-        """Return the message that a measurement was not made, with the reason `text`."""
-        what = self.mixer
-        key = {"mixer": self.mixer, "form": None, "chunk_size": None, "length": None, "pass": None, **where}
-        if variant is not None:
-            what += f" {variant}"
-            key |= variant._asdict()
-        if "length" in where:
-            what += f", {where['length']:,} tokens"
-        row = self.about() | key | {"text": f"{what}: {text}"}
-        return {"kind": "missing", "row": row, "text": row["text"], "failed": failed}
-
-
 SDPA = Variant("sdpa")
 
 
@@ -112,34 +66,23 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--pass: 'rnn' is timed in inference only, add forward")
     check_compiler(args.eager)
     report = OpsReport(args.out).load(args.fresh)
-    threads = use_threads(args.threads)
-    job = Job(
-        mixer="",
-        forms=tuple(dict.fromkeys(args.form)),
-        lengths=tuple(sorted(set(args.length))),
-        passes=tuple(name for name in PASSES if name in args.passes),
-        chunk_sizes=tuple(dict.fromkeys(args.chunk_size)),
-        heads=args.heads,
-        dim=args.dim,
-        tokens=args.tokens,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        dtype=args.dtype,
-        eager=args.eager,
-        threads=threads,
-        rates=measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim),
-        command=typed("bench ops", argv),
-    )
-    report.add({**job.about(), **job.rates}, "rates")
-    say(report.rates_line(job.about()))
+    args.form = list(dict.fromkeys(args.form))
+    args.length = sorted(set(args.length))
+    args.passes = [name for name in PASSES if name in args.passes]
+    args.chunk_size = list(dict.fromkeys(args.chunk_size))
+    args.threads = use_threads(args.threads)
+    args.rates = measure_rates(pick_device(), getattr(torch, args.dtype), args.heads, args.dim)
+    args.command = typed("bench ops", argv)
+    report.add(setting_of(args) | args.rates, "rates")
+    say(report.rates_line(setting_of(args)))
     jobs = {}  # a process for each mixer: many mixers exceed the compile cache
     for name in OPERATORS:
         if name in asked or "all" in asked:
-            jobs[name] = replace(job, mixer=name)
+            jobs[name] = job_of(args, mixer=name)
     return collect(report, jobs, measure)
 
 
-def measure(job: Job, send: Send) -> None:
+def measure(job: Namespace, send: Send) -> None:
     """Verify every form of a mixer, then time the forms that passed; send rows and notes."""
     torch.set_num_threads(job.threads)
     torch._dynamo.config.recompile_limit = 64  # variants are closures of one function
@@ -147,7 +90,7 @@ def measure(job: Job, send: Send) -> None:
     errors = verify_all(job, device, send)
     if not errors:
         return
-    for length in job.lengths:
+    for length in job.length:
         for which in job.passes:
             torch._dynamo.reset()  # the compile cache holds the variants of one length, not of all lengths
             for row in time_length(job, length, which, errors, device, send):
@@ -155,9 +98,9 @@ def measure(job: Job, send: Send) -> None:
             send({"kind": "write"})
 
 
-def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, float]:
+def verify_all(job: Namespace, device: torch.device, send: Send) -> dict[Variant, float]:
     """Return the error of each correct form against the definition; send notes about wrong and missing forms."""
-    send({"kind": "note", "text": f"verifying {', '.join(job.forms)}"})
+    send({"kind": "note", "text": f"verifying {', '.join(job.form)}"})
     operator = OPERATORS[job.mixer]
     inside = device.type == "cuda"
     tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32, featurized=not inside)
@@ -169,29 +112,29 @@ def verify_all(job: Job, device: torch.device, send: Send) -> dict[Variant, floa
             with torch.inference_mode():
                 got = build(job, variant, fixed)(tensors).cpu().double()
         except Exception as error:
-            send(job.note(f"not verified: {first_line(error)}", failed=True, variant=variant))
+            send(note(job, f"not verified: {first_line(error)}", failed=True, variant=variant))
             continue
         error = ((got - expected).abs().max() / expected.abs().max()).item()
         if error <= TOLERANCE:  # also false for NaN
             found[variant] = error
         else:
-            send(job.note(f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
+            send(note(job, f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
     return found
 
 
-def variants(job: Job) -> list[Variant]:
+def variants(job: Namespace) -> list[Variant]:
     """Return the forms of a job, those of chunks in every chunk size."""
     found = []
-    for form in job.forms:
+    for form in job.form:
         if form == "full":
             found.append(Variant(form))
             continue
-        for size in job.chunk_sizes:
+        for size in job.chunk_size:
             found.append(Variant(form, size))
     return found
 
 
-def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[str, Tensor]], Tensor]:
+def build(job: Namespace, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[str, Tensor]], Tensor]:
     """Return the operator as a layer's `mix` calls it, compiled unless it loops over the sequence."""
 
     def run(tensors: dict[str, Tensor]) -> Tensor:
@@ -203,7 +146,7 @@ def build(job: Job, variant: Variant, fixed: dict[str, Any]) -> Callable[[dict[s
 
 
 def time_length(
-    job: Job, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
+    job: Namespace, length: int, which: str, errors: dict[Variant, float], device: torch.device, send: Send
 ) -> list[dict[str, Any]]:
     """Time one length and pass; return the rows, the row of SDPA first."""
     batch = max(1, job.tokens // length)
@@ -220,7 +163,7 @@ def time_length(
         square = square_of(variant, operator, tensors, which)
         if not fits(square, device):
             short = f"its L x L matrices take about {square / 2**30:.0f} GiB, more than is free"
-            send(job.note(short, failed=False, variant=variant, **where))
+            send(note(job, short, failed=False, variant=variant, **where))
             continue
         run, used = build(job, variant, fixed), tensors
         if variant is SDPA:
@@ -230,7 +173,7 @@ def time_length(
             warm_up(once, device)
             peak = process_peak(once, device)
         except Exception as error:
-            send(job.note(f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
+            send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue
         runs[variant] = once
         directions = 2 if operator.direction == "both" else 1
@@ -242,7 +185,7 @@ def time_length(
             "form": variant.form,
             "chunk_size": variant.chunk_size,
             **where,
-            **job.about(),
+            **setting_of(job),
             "batch": batch,
             "compiled": not job.eager and variant.form not in ("rnn", "sdpa"),
             "error": errors.get(variant),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+from argparse import Namespace
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from tools.bench.engine import Report
 from tools.bench.operators import OPERATORS, rank
 from tools.colours import colour_of
 from tools.plots import by_length, open_sides
-from tools.probe import Variant
+from tools.probe import Variant, device_name
 from tools.store import Row
 from tools.tables import Table, digits, fill, mebibytes, pipes, table
 
@@ -65,8 +66,8 @@ class OpsReport(Report):
         for unnamed in ((), ("length", "pass"), ("form", "chunk_size", "length", "pass")):
             self.notes.pop(self.key_of({**row, **dict.fromkeys(unnamed)}), None)
 
-    def missing(self, job: Any, problem: str) -> None:
-        self.add(job.note(problem, failed=True)["row"], "notes")
+    def missing(self, job: Namespace, problem: str) -> None:
+        self.add(note(job, problem, failed=True)["row"], "notes")
 
     def settings(self) -> list[list[Row]]:
         """Return the rows of each setting in table order; the setting measured last comes first."""
@@ -140,6 +141,27 @@ class OpsReport(Report):
             self.draw(folder / "ops.png", size, partial(picture, rows=rows)),
             self.draw(folder / "lengths.png", (9, 5.2), partial(lengths.picture, rows=rows, folder=folder)),
         ]
+
+
+def setting_of(job: Namespace) -> Row:
+    """Return the settings of a job that two measurements must share to appear in one table."""
+    found = {"device": device_name()}
+    for name in SETTING[1:]:
+        found[name] = getattr(job, name)
+    return found
+
+
+def note(job: Namespace, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> Row:
+    """Return the message that a measurement was not made, with the reason `text`."""
+    what = job.mixer
+    key = {"mixer": job.mixer, "form": None, "chunk_size": None, "length": None, "pass": None, **where}
+    if variant is not None:
+        what += f" {variant}"
+        key |= variant._asdict()
+    if "length" in where:
+        what += f", {where['length']:,} tokens"
+    row = setting_of(job) | key | {"text": f"{what}: {text}"}
+    return {"kind": "missing", "row": row, "text": row["text"], "failed": failed}
 
 
 def setting(row: Row) -> Row:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import shlex
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime
 from tools import options
-from tools.bench.engine import Report, collect, typed
+from tools.bench.engine import Report, collect, job_of, typed
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.compose import describe_data, make_task, resolve
 from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, use_threads, warm_up
@@ -53,25 +54,6 @@ paper compares Hydra and Vim with DeiT. Rounds are interleaved. A ratio is the m
 divided by the softmax (or plain) step's time in the same round. Each command timed softmax again, so `x softmax` is
 comparable between commands and `ms` is not. The paper's ratios were measured on GPUs, of LION in plain PyTorch and of
 Hydra and Vim with the kernels of their authors."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Settings of one measuring process, which times all recipes at one size of the samples."""
-
-    recipes: tuple[str, ...]
-    overrides: tuple[str, ...]
-    size: int
-    batch: int | None
-    precision: str | None
-    matmul: str
-    rounds: int
-    seconds: float
-    threads: int
-    eager: bool
-    plain: bool
-    against: str | None
-    command: str
 
 
 class TrainReport(Report):
@@ -108,25 +90,12 @@ def main(argv: list[str]) -> int:
     args = options.bench_train(argv)
     check_compiler(args.eager)
     report = TrainReport(args.out).load(args.fresh)
-    threads = use_threads(args.threads)
-    job = Job(
-        recipes=tuple(dict.fromkeys(args.recipes)),
-        overrides=tuple(args.set),
-        size=0,
-        batch=args.batch,
-        precision=args.precision,
-        matmul=args.matmul,
-        rounds=args.rounds,
-        seconds=args.seconds,
-        threads=threads,
-        eager=args.eager,
-        plain=args.plain,
-        against=args.against,
-        command=typed("bench train", argv),
-    )
+    args.recipes = list(dict.fromkeys(args.recipes))
+    args.threads = use_threads(args.threads)
+    args.command = typed("bench train", argv)
     jobs = {}
     for size in sorted(set(args.size or [size_of(args.recipes[0], args.set)])):
-        jobs[f"size {size}"] = dataclasses.replace(job, size=size)
+        jobs[f"size {size}"] = job_of(args, size=size)
     for one in jobs.values():  # refuses bad recipes before anything is timed
         models(one)
     return collect(report, jobs, measure)
@@ -145,7 +114,7 @@ def size_of(path: str, overrides: list[str]) -> int:
         raise ConfigError(f"{path}: {error}, give --size") from None
 
 
-def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
+def models(job: Namespace) -> dict[str, tuple[Recipe, Task]]:
     """Return the job's recipes by name at its size, after softmax, the lower bound and the `--against` recipe.
 
     Raises:
@@ -171,13 +140,13 @@ def models(job: Job) -> dict[str, tuple[Recipe, Task]]:
     return timed | found
 
 
-def at_size(path: str, job: Job) -> tuple[Recipe, Task]:
+def at_size(path: str, job: Namespace) -> tuple[Recipe, Task]:
     """Return a recipe and its task for samples of the job's size.
 
     Raises:
         ConfigError: The recipe is wrong, or its model cannot be built at this size.
     """
-    recipe = resolve(path, job.overrides)
+    recipe = resolve(path, job.set)
     task = make_task(recipe, describe_data(recipe, look=False)[0].resized(job.size))
     build_on_meta(task, recipe.model)
     return recipe, task
@@ -191,7 +160,7 @@ def name_of(recipe: Recipe) -> str:
     return f"{recipe.model.label()} {form}"
 
 
-def measure(job: Job, send: Send) -> None:
+def measure(job: Namespace, send: Send) -> None:
     """Build every model, warm up its step, and time all steps in rounds."""
     torch.set_num_threads(job.threads)
     torch.set_float32_matmul_precision(job.matmul)
@@ -230,7 +199,7 @@ def measure(job: Job, send: Send) -> None:
                 "size": job.size,
                 "unit": task.info.size_unit,
                 "batch": batch,
-                "overrides": shlex.join(job.overrides) or None,
+                "overrides": shlex.join(job.set) or None,
                 "tokens": model.length,
                 "parameters": count_parameters(model),
                 "peak_bytes": process_peak(step, device),
