@@ -44,7 +44,7 @@ from tools.probe import (
     warm_up,
 )
 from tools.processes import Send
-from tools.store import Row
+from tools.store import Row, grouped
 from tools.tables import Table, digits, fill, hundredths, mebibytes
 
 CALLS = 8  # calls of a step per measured time
@@ -285,11 +285,10 @@ def curves(fig: Any, rows: list[Row], title: str) -> None:
     for (left, right), batch in zip(fig.subplots(len(batches), 2, squeeze=False), batches):
         left.set(title=f"latency of a token, ms (batch {batch})")
         right.set(title=f"memory beyond weights, MiB (batch {batch})")
-        lines: dict[tuple[str, str], list[Row]] = {}
-        for row in sorted(rows, key=order):
-            if row["batch"] == batch:
-                lines.setdefault((row["mixer"], row["mode"]), []).append(row)
-        for (mixer, mode), own in lines.items():
+        for own in grouped(sorted(rows, key=order), ("batch", "mixer", "mode")):
+            mixer, mode = own[0]["mixer"], own[0]["mode"]
+            if own[0]["batch"] != batch:
+                continue
             dashes, marker = STYLES[mode]
             look = {"color": colour_of(mixer), "linestyle": dashes, "marker": marker, "markersize": 4}
             at = [row["length"] for row in own]

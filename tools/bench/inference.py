@@ -49,7 +49,7 @@ from tools.probe import (
     warm_up,
 )
 from tools.processes import Send, first_line
-from tools.store import Row
+from tools.store import Row, grouped
 from tools.tables import Table, digits, fill, hundredths, mebibytes
 
 BLOCKWISE = "blockwise"  # the paper's Lion-chunk, which is a function and not a form of the layers
@@ -361,14 +361,10 @@ def curves(fig: Any, rows: list[Row], title: str) -> None:
     rows = sorted(rows, key=by_size)
     ticks = sorted({row["size"] for row in rows})
     for ax, (value, scale, text) in zip(fig.subplots(1, 3), panels):
-        lines: dict[str, list[Row]] = {}
-        for row in rows:
-            line = lines.setdefault(form_of(row), [])
-            if row[value]:
-                line.append(row)
-        for form, own in lines.items():
-            style = {"label": form, "markersize": 4, "linewidth": 1.6}
-            if form == SOFTMAX:
+        for line in grouped(rows, ("form", "chunk_size")):
+            own = [row for row in line if row[value]]
+            style = {"label": form_of(line[0]), "markersize": 4, "linewidth": 1.6}
+            if line[0]["form"] == SOFTMAX:
                 style |= {"color": "black", "linewidth": 2.2}
             ax.plot([row["size"] for row in own], [row[value] / scale for row in own], "o-", **style)
         if value == "mixer_bytes":

@@ -17,7 +17,7 @@ from tools.bench.operators import OPERATORS, rank
 from tools.colours import colour_of
 from tools.plots import by_length, open_sides
 from tools.probe import Variant, device_name
-from tools.store import Row
+from tools.store import Row, grouped
 from tools.tables import Table, digits, fill, mebibytes, pipes, table
 
 FORMS = ("full", "chunk", "rnn")
@@ -85,12 +85,9 @@ class OpsReport(Report):
     def section(self, rows: list[Row]) -> list[str]:
         rows = sorted(rows, key=order)
         parts = [f"## {title(rows[0])}", self.rates_line(rows[0]), self.commands(rows)]
-        parts += LEGEND.replace("\n", " ").split("\n")
-        for name, text in PASSES.items():
-            some = of_pass(rows, name)
-            if some:
-                header, cells = fill(COLUMNS, some)
-                parts += [f"### {text}", pipes(header, cells)]
+        parts.append(LEGEND.replace("\n", " "))
+        for text, (header, cells) in tables_of(rows).items():
+            parts += [f"### {text}", pipes(header, cells)]
         crossed = crossovers(rows)
         if crossed:
             header, cells = crossing_table(crossed)
@@ -104,11 +101,8 @@ class OpsReport(Report):
         """Return the rows of this command and their crossovers as text."""
         rows = sorted(self.new_rows(), key=order)
         parts = [f"{title(rows[0])}, torch {rows[0]['torch']}", self.rates_line(rows[0])]
-        for name, text in PASSES.items():
-            some = of_pass(rows, name)
-            if some:
-                header, cells = fill(COLUMNS, some)
-                parts.append(f"{text}\n{table(header, cells)}")
+        for text, (header, cells) in tables_of(rows).items():
+            parts.append(f"{text}\n{table(header, cells)}")
         crossed = crossovers(rows)
         if crossed:
             header, cells = crossing_table(crossed)
@@ -241,16 +235,24 @@ COLUMNS = {
 }
 
 
+def tables_of(rows: list[Row]) -> dict[str, Table]:
+    """Return the table of each pass that was measured, by the name of the pass in titles."""
+    found = {}
+    for name, text in PASSES.items():
+        some = of_pass(rows, name)
+        if some:
+            found[text] = fill(COLUMNS, some)
+    return found
+
+
 def crossovers(rows: Iterable[Row]) -> list[Row]:
     """Return the crossover with SDPA for each mixer, form and pass of one setting."""
-    lines: dict[tuple, list[Row]] = {}
-    for row in sorted(rows, key=order):
-        if not is_sdpa(row):
-            lines.setdefault(tuple(row[name] for name in LINE), []).append(row)
+    own = [row for row in sorted(rows, key=order) if not is_sdpa(row)]
     found = []
-    for line, own in lines.items():
-        points = [(row["length"], row["ratio"]) for row in own]
-        found.append(dict(zip(LINE, line)) | crossing(points))
+    for line in grouped(own, LINE):
+        crossed = {name: line[0][name] for name in LINE}
+        points = [(row["length"], row["ratio"]) for row in line]
+        found.append(crossed | crossing(points))
     return sorted(found, key=by_line)
 
 
@@ -310,14 +312,11 @@ def picture(fig: Any, rows: list[Row]) -> None:
     every_length = sorted({row["length"] for row in rows})
     for ax, (which, value, text) in zip(fig.subplots(1, len(panels), squeeze=False)[0], panels):
         scale = 2**20 if value == "peak_bytes" else 1
-        lines: dict[tuple[str, str], list[Row]] = {}
-        for row in of_pass(rows, which):
-            if row[value]:
-                lines.setdefault((row["mixer"], form_of(row)), []).append(row)
-        for (mixer, form), points in lines.items():
+        measured = [row for row in of_pass(rows, which) if row[value]]
+        for points in grouped(measured, LINE):
             look = SDPA_LOOK
-            if form in looks:
-                look = looks[form] | {"color": colour_of(mixer)}
+            if not is_sdpa(points[0]):
+                look = looks[form_of(points[0])] | {"color": colour_of(points[0]["mixer"])}
             ax.plot([row["length"] for row in points], [row[value] / scale for row in points], **look)
         ax.set(title=text, xlabel="tokens")
         by_length(ax, every_length)
