@@ -16,8 +16,8 @@ from lion.config import ConfigError
 from lion.evaluation import timing
 from lion.trainer.compilation import time_products
 from lion.trainer.diagnostics import process_peak
-from tools.bench.engine import Report, collect, job_of
-from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, order, q_bytes, seconds
+from tools.bench.engine import Report, collect
+from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, operator_jobs, order, q_bytes, seconds
 from tools.bench.operators import OPERATORS, check_operators, softmax
 from tools.gpu.targets import TARGETS
 from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds
@@ -76,7 +76,7 @@ class ClockReport(Report):
         return fill(COLUMNS, found)
 
 
-def time_operators(args: Namespace, command: str) -> int:
+def time_operators(args: Namespace) -> int:
     """Time the operators that the options of `bench gpu` name; return the exit status."""
     check_operators(args.names)
     if not torch.cuda.is_available():
@@ -85,18 +85,15 @@ def time_operators(args: Namespace, command: str) -> int:
     report = ClockReport(args.out).load(args.fresh)
     jobs = {}
     for name in args.names or DEFAULT:
-        for length in sorted(set(args.length)):
-            for form in dict.fromkeys(args.form):
-                batch = args.batch or max(1, round(TOKENS / length))
-                job = job_of(args, name=name, form=form, length=length, batch=batch, command=command)
-                jobs[f"{name}, {form}, {length:,} tokens"] = job
+        jobs |= operator_jobs(name, args)
     return collect(report, jobs, measure)
 
 
 def measure(job: Namespace, send: Send) -> None:
     """Compile one operator, and time it beside softmax."""
     device, operator = pick_device(), OPERATORS[job.name]
-    shape = (job.heads, job.dim, job.batch, job.length, device, getattr(torch, job.dtype))
+    batch = job.batch or max(1, round(TOKENS / job.length))
+    shape = (job.heads, job.dim, batch, job.length, device, getattr(torch, job.dtype))
     tensors, fixed = operator.inputs(*shape, featurized=False)
 
     def run(given: dict[str, Tensor]) -> Tensor:
@@ -117,7 +114,7 @@ def measure(job: Namespace, send: Send) -> None:
         "name": job.name,
         "form": job.form,
         "length": job.length,
-        "batch": job.batch,
+        "batch": batch,
         "peak_bytes": peak,
     }
     if job.autotune:  # else as in rows of earlier versions

@@ -9,10 +9,9 @@ With `--clock`, the operators are timed on this GPU (`tools.bench.clock`).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lion.config import ConfigError, nearest
 from lion.runs import build_on_meta
 from tools import options
 from tools.bench.beside import softmax_beside
-from tools.bench.engine import Report, collect, typed
+from tools.bench.engine import Report, collect, job_of, typed
 from tools.bench.operators import OPERATORS, rank
 from tools.compose import describe_data, make_task, resolve
 from tools.gpu.cost import Cost, fused_seconds, fused_softmax, total
@@ -67,7 +66,7 @@ class GpuReport(Report):
     text = ("mixer", "form", "recipe")
 
     def line(self, row: Row) -> str:
-        columns = OPERATOR_COLUMNS if row["kind"] == "operator" else STEP_COLUMNS
+        columns = COLUMNS[row["kind"]]
         text = f"{columns['launches'](row)} launches, {columns['products'](row)} products, {ratio(row)} x softmax"
         for name, count in row.get("compiled", {}).items():
             text += f", {count} kernels to cubins for {name}"
@@ -80,26 +79,26 @@ class GpuReport(Report):
         return f"Training steps: {text}, estimates"
 
     def tabled(self, rows: list[Row]) -> Table:
-        columns = OPERATOR_COLUMNS if rows[0]["kind"] == "operator" else STEP_COLUMNS
-        return fill(columns, sorted(rows, key=order))
+        return fill(COLUMNS[rows[0]["kind"]], sorted(rows, key=order))
 
 
 def main(argv: list[str]) -> int:
     args = options.bench_gpu(argv)
+    args.command = typed("bench gpu", argv)
     if args.clock:
         from tools.bench.clock import time_operators
 
-        return time_operators(args, typed("bench gpu", argv))
+        return time_operators(args)
     check_toolchain()
     warnings.filterwarnings("ignore", module="torch")
     report = GpuReport(args.out).load(args.fresh)
     jobs = {}
     for name in args.names or DEFAULT:
-        jobs |= jobs_of(name, args, typed("bench gpu", argv))
+        jobs |= jobs_of(name, args)
     return collect(report, jobs, estimate, apart=False)
 
 
-def estimate(job: Callable[[], Row], send: Send) -> None:
+def estimate(job: Namespace, send: Send) -> None:
     """Send the row of a job.
 
     Raises:
@@ -107,26 +106,25 @@ def estimate(job: Callable[[], Row], send: Send) -> None:
     """
     from tools.gpu.graphs import UNTRACEABLE
 
+    row_of = operator_row if job.name in OPERATORS else step_row
     try:
-        row = job()
+        row, graphs = row_of(job)
+        if job.compile:
+            row["compiled"] = compiled(graphs)
     except UNTRACEABLE as error:
         raise ConfigError(f"cannot be traced, {type(error).__name__}: {first_line(error)}") from None
-    send({"kind": "row", "row": row})
+    row["target"] = job.target
+    send({"kind": "row", "row": row | stamp(job.command)})
 
 
-def jobs_of(name: str, args: argparse.Namespace, command: str) -> dict[str, Callable[[], Row]]:
+def jobs_of(name: str, args: Namespace) -> dict[str, Namespace]:
     """Return the estimates for a name, by their progress lines.
 
     Raises:
         ConfigError: The name is neither a mixer nor a recipe.
     """
     if name in OPERATORS:
-        found = {}
-        for length in sorted(set(args.length)):
-            for form in dict.fromkeys(args.form):
-                job = functools.partial(operator_row, name, form, length, args, command)
-                found[f"{name}, {form}, {length:,} tokens"] = job
-        return found
+        return operator_jobs(name, args)
     try:
         resolve(name, [])
     except ConfigError as error:
@@ -134,67 +132,75 @@ def jobs_of(name: str, args: argparse.Namespace, command: str) -> dict[str, Call
             raise
         hint = nearest(name, list(OPERATORS))
         raise ConfigError(f"{name!r} is neither a mixer ({hint}) nor a recipe: {error}") from None
-    return {name: functools.partial(step_row, name, args, command)}
+    return {name: job_of(args, name=name)}
 
 
-def operator_row(name: str, form: str, length: int, args: argparse.Namespace, command: str) -> Row:
-    """Return the row of a mixer's operator, with the costs of the forward and backward pass."""
+def operator_jobs(name: str, args: Namespace) -> dict[str, Namespace]:
+    """Return a mixer's operator in all forms and lengths, by the progress lines."""
+    jobs = {}
+    for length in sorted(set(args.length)):
+        for form in dict.fromkeys(args.form):
+            jobs[f"{name}, {form}, {length:,} tokens"] = job_of(args, name=name, form=form, length=length)
+    return jobs
+
+
+def operator_row(job: Namespace) -> tuple[Row, list[Any]]:
+    """Return the row of a mixer's operator, with the costs of the forward and backward pass, and its graphs."""
     from tools.gpu.lower import lower
     from tools.gpu.operator import operator_graphs
 
-    batch = args.batch or 4
-    dtype = getattr(torch, args.dtype)
-    target = TARGETS[args.target]
-    shape = (batch, args.heads, length, args.dim)
-    graphs = operator_graphs(name, form, shape, dtype)
-    parts = {graph.stage: dataclasses.asdict(lower(graph, target).cost) for graph in graphs}
-    softmax = {stage: dataclasses.asdict(cost) for stage, cost in fused_softmax(shape, dtype).items()}
+    batch = job.batch or 4
+    dtype = getattr(torch, job.dtype)
+    shape = (batch, job.heads, job.length, job.dim)
+    graphs = operator_graphs(job.name, job.form, shape, dtype)
+    costs = {graph.stage: lower(graph, TARGETS[job.target]).cost for graph in graphs}
     row = {
         "kind": "operator",
-        "name": name,
-        "form": form,
-        "length": length,
+        "name": job.name,
+        "form": job.form,
+        "length": job.length,
         "batch": batch,
-        "dtype": args.dtype,
-        "heads": args.heads,
-        "dim": args.dim,
-        "parts": parts,
-        "softmax": softmax,
+        "dtype": job.dtype,
+        "heads": job.heads,
+        "dim": job.dim,
+        "parts": counts(costs),
+        "softmax": counts(fused_softmax(shape, dtype)),
     }
-    if args.compile:
-        row["compiled"] = compiled(graphs)
-    return row | {"target": args.target, **stamp(command)}
+    return row, graphs
 
 
-def step_row(name: str, args: argparse.Namespace, command: str) -> Row:
-    """Return the row of a whole training step of a recipe, with the cost of the same step with softmax."""
+def step_row(job: Namespace) -> tuple[Row, list[Any]]:
+    """Return the row of a training step of a recipe, with the cost of the step with softmax, and its graphs."""
     from tools.gpu.step import trace_step
 
-    recipe = resolve(name, [])
+    recipe = resolve(job.name, [])
     task = make_task(recipe, describe_data(recipe, look=False)[0])
     length = build_on_meta(task, recipe.model).length
-    batch = args.batch or max(1, round(TOKENS / length))
-    target = TARGETS[args.target]
-    beside = dataclasses.replace(recipe, model=softmax_beside(recipe.model, args.against, task))
+    batch = job.batch or max(1, round(TOKENS / length))
+    target = TARGETS[job.target]
+    beside = dataclasses.replace(recipe, model=softmax_beside(recipe.model, job.against, task))
     step = trace_step(recipe, task, batch)
     softmax = trace_step(beside, task, batch)
     row = {
         "kind": "step",
-        "name": Path(name).stem,
+        "name": Path(job.name).stem,
         "form": "",
         "length": length,
         "batch": batch,
         "heads": 0,
         "dim": 0,
         "dtype": "bfloat16" if recipe.trainer.precision == "bf16" else "float32",
-        "parts": {stage: dataclasses.asdict(cost) for stage, cost in step.costs(target).items()},
-        "softmax": {"step": dataclasses.asdict(total(softmax.costs(target).values()))},
+        "parts": counts(step.costs(target)),
+        "softmax": counts({"step": total(softmax.costs(target).values())}),
     }
-    if args.against:
-        row["against"] = Path(args.against).stem
-    if args.compile:
-        row["compiled"] = compiled(step.graphs)
-    return row | {"target": args.target, **stamp(command)}
+    if job.against:
+        row["against"] = Path(job.against).stem
+    return row, step.graphs
+
+
+def counts(costs: dict[str, Cost]) -> dict[str, Row]:
+    """Return the fields of costs."""
+    return {name: dataclasses.asdict(cost) for name, cost in costs.items()}
 
 
 def compiled(graphs: list[Any]) -> dict[str, int]:
@@ -229,15 +235,13 @@ def seconds(row: Row, part: str, graphs: bool) -> float:
 
 def for_batch(row: Row, batch: int) -> Row:
     """Return the row of an operator for another batch, with bytes and products in proportion."""
-
-    def scaled(costs: dict[str, Row]) -> dict[str, Row]:
-        found = {}
-        for stage, cost in costs.items():
-            moved, flops = cost["moved"] * batch // row["batch"], cost["flops"] * batch // row["batch"]
-            found[stage] = cost | {"moved": moved, "flops": flops}
-        return found
-
-    return row | {"parts": scaled(row["parts"]), "softmax": scaled(row["softmax"]), "batch": batch}
+    found = row | {"batch": batch}
+    for part in ("parts", "softmax"):
+        found[part] = {}
+        for stage, cost in row[part].items():
+            scaled = {name: cost[name] * batch // row["batch"] for name in ("moved", "flops")}
+            found[part][stage] = cost | scaled
+    return found
 
 
 def ratio(row: Row) -> str:
@@ -303,6 +307,8 @@ STEP_COLUMNS = {
     "x softmax": ratio,
     "sm_80 / sm_90": built,
 }
+
+COLUMNS = {"operator": OPERATOR_COLUMNS, "step": STEP_COLUMNS}
 
 
 def order(row: Row) -> tuple:
