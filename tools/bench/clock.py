@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -20,7 +19,7 @@ from tools.bench.engine import Report, collect
 from tools.bench.gpu import CASE, DEFAULT, GpuReport, for_batch, operator_jobs, order, q_bytes, seconds
 from tools.bench.operators import OPERATORS, check_operators, softmax
 from tools.gpu.targets import TARGETS
-from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, time_rounds
+from tools.probe import check_compiler, device_name, pick_device, ratios, repeat, stamp, step, time_rounds
 from tools.processes import Send
 from tools.store import Row
 from tools.tables import Table, digits, fill
@@ -54,10 +53,7 @@ class ClockReport(Report):
     setting = SETTING
     key = (*SETTING, *CALL, *LATER)
     later = LATER
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.counted: list[Row] = []  # estimates
+    counted: Collection[Row] = ()  # estimates
 
     def line(self, row: Row) -> str:
         return f"{1e6 * row[GRAPH]['seconds']:,.0f} us, {row[GRAPH]['ratio']:.2f} x softmax"
@@ -66,7 +62,7 @@ class ClockReport(Report):
         return f"{row['device']}, {row['dtype']}, {row['heads']} heads of {row['dim']}"
 
     def load(self, fresh: bool = False) -> ClockReport:
-        self.counted = list(GpuReport(self.path.parent).load().rows.values())
+        self.counted = GpuReport(self.path.parent).load().rows.values()
         return super().load(fresh)
 
     def tabled(self, rows: list[Row]) -> Table:
@@ -101,22 +97,16 @@ def measure(job: Namespace, send: Send) -> None:
 
     if job.autotune:
         time_products()
-    own = call(torch.compile(run, fullgraph=True, dynamic=False), tensors)
-    calls = {"own": own, "softmax": call(softmax, {n: tensors[n] for n in "qkv"})}
+    own, _ = step(torch.compile(run, fullgraph=True, dynamic=False), tensors, "both")
+    other, _ = step(softmax, {n: tensors[n] for n in "qkv"}, "both")
     own()
     torch.cuda.empty_cache()
-    times, peak = clocked(calls, job.rounds, device), process_peak(own, device)
-    row = {
-        "device": device_name(),
-        "heads": job.heads,
-        "dim": job.dim,
-        "dtype": job.dtype,
-        "name": job.name,
-        "form": job.form,
-        "length": job.length,
-        "batch": batch,
-        "peak_bytes": peak,
-    }
+    times = clocked({"own": own, "softmax": other}, job.rounds, device)
+    peak = process_peak(own, device)
+    row = {"device": device_name()}
+    for name in ("heads", "dim", "dtype", "name", "form", "length"):
+        row[name] = getattr(job, name)
+    row |= {"batch": batch, "peak_bytes": peak}
     if job.autotune:  # else as in rows of earlier versions
         row["autotune"] = True
     if job.kernels == "triton":
@@ -126,19 +116,6 @@ def measure(job: Namespace, send: Send) -> None:
         other = times["softmax", how]
         row[how] = {"seconds": median(mine), "softmax": median(other), "ratio": median(ratios(mine, other))}
     send({"kind": "row", "row": row | stamp(job.command)})
-
-
-def call(run: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor]) -> Callable[[], object]:
-    """Return a function that runs a forward and a backward pass."""
-    leaves, kept = [t for t in tensors.values() if t.requires_grad], []
-
-    def both() -> object:
-        y = run(tensors)
-        if not kept:
-            kept.append(torch.randn_like(y))
-        return torch.autograd.grad(y, leaves, kept[0])
-
-    return both
 
 
 def clocked(
@@ -169,24 +146,19 @@ def captured(once: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def estimate(row: Row, counted: Iterable[Row]) -> Row:
+def estimate(row: Row, counted: Collection[Row]) -> Row:
     """Return the estimated seconds of a row and of softmax on its GPU, without an estimate of the operator none."""
     device = row["device"].replace(" ", "").lower()
-    for target in TARGETS:
-        if target in device:
-            break
-    else:
+    target = next((name for name in TARGETS if name in device), None)
+    if target is None:
         return {}
+    architecture = TARGETS[target].architecture  # for which Inductor generates the same code
     for other in counted:
-        if alike(other["target"], target) and all(other[name] == row[name] for name in SAME):
+        same = all(other[name] == row[name] for name in SAME)
+        if same and TARGETS[other["target"]].architecture == architecture:
             scaled = for_batch(other, row["batch"]) | {"target": target}
             return {"seconds": seconds(scaled, "parts", True), "softmax": seconds(scaled, "softmax", True)}
     return {}
-
-
-def alike(target: str, other: str) -> bool:
-    """Return whether Inductor generates the same code for two targets."""
-    return TARGETS[target].architecture == TARGETS[other].architecture
 
 
 def form_cell(row: Row) -> str:

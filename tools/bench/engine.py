@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from lion.config import ConfigError
 from tools.cli import say
+from tools.probe import Variant
 from tools.processes import Send, first_line, in_a_process
 from tools.store import Row, Store, grouped
 from tools.tables import Table, pipes, table
@@ -123,6 +124,22 @@ class ReportOfRuns(Report):
     def pictures(self) -> list[Path | None]:
         rows = self.groups(self.setting)[0]
         return [self.draw(self.picture_of(rows[0]["run"]), self.inches, partial(self.plot, rows=rows))]
+
+
+def variants_of(forms: Sequence[str], chunk_sizes: Sequence[int]) -> list[Variant]:
+    """Return the variants of forms: every form but "full" in every chunk size."""
+    found = []
+    for form in forms:
+        if form == "full":
+            found.append(Variant(form))
+            continue
+        for size in chunk_sizes:
+            found.append(Variant(form, size))
+    return found
+
+
+def form_of(row: Row) -> str:
+    return str(Variant(row["form"], row["chunk_size"]))
 
 
 def typed(command: str, argv: Sequence[str]) -> str:

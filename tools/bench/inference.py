@@ -29,7 +29,7 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.engine import ReportOfRuns, collect, job_of, typed
+from tools.bench.engine import ReportOfRuns, collect, form_of, job_of, typed, variants_of
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
@@ -164,15 +164,10 @@ def variants(loaded: LoadedRun, forms: list[str], chunk_sizes: list[int]) -> lis
     if loaded.recipe.model.mixer == SOFTMAX:
         return found
     offered = forms_of(loaded.model)
-    for form in options.INFERENCE_FORMS:
-        needed = "full" if form == BLOCKWISE else form
-        if form not in forms or needed not in offered:
-            continue
-        if form == "full":
-            found.append(Variant(form))
-            continue
-        for size in chunk_sizes:
-            found.append(Variant(form, size))
+    if "full" in offered:
+        offered = (*offered, BLOCKWISE)
+    asked = [form for form in options.INFERENCE_FORMS if form in forms and form in offered]
+    found += variants_of(asked, chunk_sizes)
     plain = MIXERS[loaded.recipe.model.mixer].layer is LionAttention  # no features that Lion-D lacks
     if plain and no_decay(loaded):
         found.append(Variant(QUADRATIC))
@@ -219,26 +214,25 @@ def check_size(loaded: LoadedRun, size: int) -> None:
 def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = None) -> tuple[Task, Model]:
     """Return the run's task and model for samples of this size, in the variant's form; softmax has random weights."""
     task, config = resized(loaded, size), loaded.recipe.model
-    own = variant.form != SOFTMAX or (config.mixer == SOFTMAX and against is None)
-    if not own:
+    if variant.form == SOFTMAX and (against or config.mixer != SOFTMAX):
         config = softmax_beside(config, against, task)
         most = getattr(config, "max_positions", None)
         if most is not None:  # random weights, for samples of any length
             config = dataclasses.replace(config, max_positions=max(most, size))
-    elif variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
+        return task, task.build_model(config).eval()
+    if variant.form == QUADRATIC:  # decays of 1 change no value, but prevent the product Q (K^T V)
         config = dataclasses.replace(config.resolved(), mixer=DECAYED)
     model = task.build_model(config).eval()
-    if own:
-        weights = model.adapt(loaded.model.state_dict(), loaded.model)
-        if variant.form == QUADRATIC:
-            for name, part in model.named_modules():
-                if isinstance(part, FixedDecay):
-                    weights[f"{name}.a"] = torch.full_like(part.a, LAMBDA_1)
-        model.load_state_dict(weights)
-        form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
-        set_form(model, form, variant.chunk_size)
-        if variant.form == BLOCKWISE:
-            use_blockwise(model)
+    weights = model.adapt(loaded.model.state_dict(), loaded.model)
+    if variant.form == QUADRATIC:
+        for name, part in model.named_modules():
+            if isinstance(part, FixedDecay):
+                weights[f"{name}.a"] = torch.full_like(part.a, LAMBDA_1)
+    model.load_state_dict(weights)
+    form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
+    set_form(model, form, variant.chunk_size)
+    if variant.form == BLOCKWISE:
+        use_blockwise(model)
     return task, model
 
 
@@ -248,9 +242,7 @@ def measure(job: Namespace, send: Send) -> None:
     device = pick_device()
     loaded = open_model(job.run)
     weights = digest(loaded.model) if loaded.checkpoint else None
-    trained = job.variants[0]  # or the first after softmax, whose weights are random
-    if trained.form == SOFTMAX and len(job.variants) > 1:
-        trained = job.variants[1]
+    trained = job.variants[:2][-1]  # the first after softmax, whose weights are random, or softmax alone
     matrix = 0
     failed = None
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}
@@ -319,10 +311,6 @@ def measure(job: Namespace, send: Send) -> None:
         send({"kind": "row", "row": row})
     if failed:  # raised now, so that no time is lost
         raise failed
-
-
-def form_of(row: Row) -> str:
-    return str(Variant(row["form"], row["chunk_size"]))
 
 
 def by_size(row: Row) -> int:

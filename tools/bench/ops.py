@@ -30,7 +30,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
 from tools import options
-from tools.bench.engine import collect, job_of, typed
+from tools.bench.engine import collect, job_of, typed, variants_of
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator, check_operators, softmax
 from tools.bench.ops_report import PASSES, OpsReport, note, setting_of
@@ -107,7 +107,7 @@ def verify_all(job: Namespace, device: torch.device, send: Send) -> dict[Variant
     exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
     expected = operator.definition(exact, fixed)
     found = {}
-    for variant in variants(job):
+    for variant in variants_of(job.form, job.chunk_size):
         try:
             with torch.inference_mode():
                 got = build(job, variant, fixed)(tensors).cpu().double()
@@ -119,18 +119,6 @@ def verify_all(job: Namespace, device: torch.device, send: Send) -> dict[Variant
             found[variant] = error
         else:
             send(note(job, f"off by {error:.1e} from the definition, not timed", failed=True, variant=variant))
-    return found
-
-
-def variants(job: Namespace) -> list[Variant]:
-    """Return the forms of a job, those of chunks in every chunk size."""
-    found = []
-    for form in job.form:
-        if form == "full":
-            found.append(Variant(form))
-            continue
-        for size in job.chunk_size:
-            found.append(Variant(form, size))
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import lengths
-from tools.bench.engine import Report
+from tools.bench.engine import Report, form_of
 from tools.bench.operators import OPERATORS, rank
 from tools.colours import colour_of
 from tools.plots import by_length, open_sides
@@ -190,10 +190,6 @@ def title(row: Row) -> str:
     if row["eager"]:
         text += ", without torch.compile"
     return text
-
-
-def form_of(row: Row) -> str:
-    return str(Variant(row["form"], row["chunk_size"]))
 
 
 def name_of(row: Row) -> str:
