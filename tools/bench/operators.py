@@ -82,10 +82,11 @@ class Operator:
             q, k, v = layer.heads(x)
             given = arguments_of(layer, layer.operands(x, q, k, v, Layout()))
             if featurized:
-                phi = given.pop("feature_map")
+                phi = given["feature_map"]
                 given["q"] = apply_feature_map(phi, given["q"])
                 given["k"] = apply_feature_map(phi, given["k"])
-            if self.one_scan or self.of_keys:
+                given["feature_map"] = None
+            if self.mixer == LIGHTNET:
                 given["q"] = apply_feature_map(layer.config.feature_map, q)
                 given["k"] = k
                 given.pop("log_decay", None)
@@ -113,9 +114,10 @@ class Operator:
             return one_scan_attention(**tensors, form=form, chunk_size=chunk_size)
         settings = Settings(form=form, chunk_size=chunk_size, direction=self.direction, kernels=kernels)
         if self.scans == ROW_MAJOR:
-            return linear_attention(**{"feature_map": None} | self.gated(tensors, fixed), settings=settings)
-        q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        return multi_scan_attention(q, k, v, log_decays, **fixed, settings=settings)
+            return linear_attention(**self.gated(tensors, fixed), settings=settings)
+        given = tensors | fixed
+        log_decays = [given.pop(name) for name in tensors if name.startswith(SCAN)]
+        return multi_scan_attention(**given, log_decays=log_decays, settings=settings)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
         """Compute the operator token by token, by its definition."""
@@ -124,14 +126,15 @@ class Operator:
         if self.scans == ROW_MAJOR:
             given = self.gated(tensors, fixed)
             given.pop("prefix", None)  # used only for gradients
-            phi = given.pop("feature_map", None)
+            phi = given.pop("feature_map")
             given["q"] = apply_feature_map(phi, given["q"])
             given["k"] = apply_feature_map(phi, given["k"])
             return reference_attention(**given, direction=self.direction)
-        q, k, v, log_decays, fixed = self.scanned(tensors, fixed)
-        q = apply_feature_map(fixed["feature_map"], q)
-        k = apply_feature_map(fixed["feature_map"], k)
+        q = apply_feature_map(fixed["feature_map"], tensors["q"])
+        k = apply_feature_map(fixed["feature_map"], tensors["k"])
+        v = tensors["v"]
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        log_decays = [decay for name, decay in tensors.items() if name.startswith(SCAN)]
         sums = torch.zeros_like(values)  # over scans, of the numerators and, from the column of ones, the row sums
         for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
             found = reference_attention(
@@ -150,23 +153,16 @@ class Operator:
     def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `linear_attention`."""
         if not self.of_keys:
-            return {**tensors, **fixed}
+            return tensors | fixed
         k = tensors["k"]
         gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
-        return {**fixed, **tensors, "k": gates.k, "log_decay": gates.log_decay, "prefix": gates.gates.prefix}
-
-    def scanned(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> tuple:
-        """Return q, k, v, one decay for each scan, and the settings."""
-        log_decays = [value for name, value in tensors.items() if name.startswith(SCAN)]
-        names = ("orders", "normalize", "decay_convention", "scale", "feature_map")
-        settings = {name: fixed.get(name) for name in names}
-        return tensors["q"], tensors["k"], tensors["v"], log_decays, settings
+        return fixed | tensors | {"k": gates.k, "log_decay": gates.log_decay, "prefix": gates.gates.prefix}
 
     def kind(self, tensors: dict[str, Tensor]) -> str:
         """Return the kind of the operator: "one_scan", "delta", "decay", or "plain" (no decay)."""
         if self.one_scan:
             return "one_scan"
-        if "beta" in tensors or "erase" in tensors or "read" in tensors:
+        if not tensors.keys().isdisjoint(("beta", "erase", "read")):
             return "delta"
         if self.of_keys or any(name.startswith("log_decay") for name in tensors):
             return "decay"

@@ -69,15 +69,11 @@ class OpsReport(Report):
     def missing(self, job: Namespace, problem: str) -> None:
         self.add(note(job, problem, failed=True)["row"], "notes")
 
-    def settings(self) -> list[list[Row]]:
-        """Return the rows of each setting in table order; the setting measured last comes first."""
-        return [sorted(rows, key=order) for rows in self.groups(SETTING)]
-
     def write(self) -> None:
         with self.alone():
             self.tables["rows"] = dict(sorted(self.rows.items(), key=lambda item: order(item[1])))
             crossings = []
-            for rows in self.settings():
+            for rows in self.groups(SETTING):
                 for crossed in crossovers(rows):
                     crossings.append(setting(rows[0]) | crossed)
             self.save(self.markdown(), crossovers=crossings)
@@ -122,9 +118,10 @@ class OpsReport(Report):
 
     def widest(self) -> list[Row]:
         """Return the rows of the setting that has the most, on the machine that measured last."""
-        settings = self.settings()
+        settings = self.groups(SETTING)
         last = settings[0][0]["device"]
-        return max((rows for rows in settings if rows[0]["device"] == last), key=len)
+        widest = max((rows for rows in settings if rows[0]["device"] == last), key=len)
+        return sorted(widest, key=order)
 
     def pictures(self) -> list[Path | None]:
         """Draw `ops.png` and `lengths.png` for the widest setting."""

@@ -104,7 +104,8 @@ def plain_step(model: PlainGPT, recipe: Recipe, tokens: Tensor) -> Callable[[], 
     precision the other models in the same benchmark use.
     """
     optim, clip = recipe.optim, recipe.trainer.clip_grad
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == large] for large in (True, False))
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay)
 
