@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,13 +58,11 @@ def mixer_peak(model: Model, once: Callable[[], object], device: torch.device, c
     once()
     handle.remove()
     x, layout = given[0]
-    mix = torch.compile(layer.mix, fullgraph=True, dynamic=False) if compiled else layer.mix
+    mix = layer.mix
+    if compiled:
+        mix = torch.compile(mix, fullgraph=True, dynamic=False)
     with torch.inference_mode():
         q, k, v = (t.contiguous() for t in layer.heads(x))
-
-        def mixing() -> torch.Tensor:
-            with torch.inference_mode():
-                return mix(x, q, k, v, layout)
-
+        mixing = partial(mix, x, q, k, v, layout)
         mixing()
         return tensor_peak(mixing, device)

@@ -25,7 +25,6 @@ from tools.store import Row
 from tools.tables import Table, digits, fill
 
 SETTING = ("device", "dtype", "heads", "dim")
-CALL = ("name", "form", "length", "batch")
 LATER = ("autotune", "kernels")  # keys that rows of earlier versions lack
 SAME = ("dtype", "heads", "dim", "name", "form", "length")  # fields that a row and its estimate share
 TOKENS = 25_000  # of a batch, approximately: its tensors exceed every cache
@@ -51,7 +50,7 @@ class ClockReport(Report):
     command = "bench gpu --clock"
     legend = LEGEND
     setting = SETTING
-    key = (*SETTING, *CALL, *LATER)
+    key = (*SETTING, "name", "form", "length", "batch", *LATER)
     later = LATER
     counted: Collection[Row] = ()  # estimates
 

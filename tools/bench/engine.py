@@ -18,6 +18,8 @@ from tools.processes import Send, first_line, in_a_process
 from tools.store import Row, Store, grouped
 from tools.tables import Table, pipes, table
 
+TEXT = ("mixer", "form", "mode", "recipe")  # headings of the columns that hold text
+
 
 class Report(Store):
     """The rows of a benchmark in one JSON file, and how they are shown. Every benchmark has a subclass.
@@ -30,7 +32,6 @@ class Report(Store):
         setting: Fields that are equal in all rows of one table.
         key: Fields that identify a row.
         later: Fields of the key that rows of earlier versions lack.
-        text: Headings of the columns that hold text.
     """
 
     name: ClassVar[str]
@@ -40,7 +41,6 @@ class Report(Store):
     setting: ClassVar[Sequence[str]]
     key: ClassVar[Sequence[str]]
     later: ClassVar[Sequence[str]] = ()
-    text: ClassVar[Sequence[str]] = ("mixer", "form")
 
     def __init__(self, folder: Path, **more: Sequence[str]) -> None:
         super().__init__(folder / f"{self.name}.json", later=self.later, **more, rows=self.key)
@@ -71,7 +71,7 @@ class Report(Store):
     def section(self, rows: list[Row]) -> list[str]:
         """Return the paragraphs of one setting."""
         header, cells = self.tabled(rows)
-        return [f"## {self.title(rows[0])}", pipes(header, cells, self.text), self.commands(rows)]
+        return [f"## {self.title(rows[0])}", pipes(header, cells, TEXT), self.commands(rows)]
 
     def markdown(self) -> str:
         parts = self.intro()
@@ -142,6 +142,18 @@ def form_of(row: Row) -> str:
     return str(Variant(row["form"], row["chunk_size"]))
 
 
+def column(rows: Sequence[Row], name: str) -> list[Any]:
+    """Return one value of every row."""
+    return [row[name] for row in rows]
+
+
+def preparation(eager: bool) -> str:
+    """Return what happens before a call is timed, for a note."""
+    if eager:
+        return "warming up"
+    return "compiling"
+
+
 def typed(command: str, argv: Sequence[str]) -> str:
     """Return a command line as a person types it."""
     return shlex.join(["./run.sh", *command.split(), *argv])
@@ -207,7 +219,8 @@ def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Sen
             print(f"{report.terminal()}\n\n{report.files_and(*report.pictures())}")
     if not report.new:
         say("no measurements were made")
-    return 1 if failed or not report.new else 0
+        failed = True
+    return int(failed)
 
 
 def in_this_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) -> str | None:

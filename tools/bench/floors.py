@@ -57,7 +57,9 @@ def full(n: Size, kind: str) -> int:
     """
     if kind == "delta":
         return delta(n, n.length, n.dim)
-    return 2 * n.states() if kind in ("plain", "one_scan") else 2 * n.pairs(n.length)
+    if kind in ("plain", "one_scan"):
+        return 2 * n.states()
+    return 2 * n.pairs(n.length)
 
 
 def chunk(n: Size, kind: str) -> int:
@@ -71,9 +73,12 @@ def chunk(n: Size, kind: str) -> int:
     size = min(n.chunk, n.length)
     count = -(-n.length // size)
     if kind == "delta":
-        between = 6 * n.states() if count > 1 else 0  # W S, Q S and K^T N, each in both directions
-        return delta(n, size, 2 * n.dim if count > 1 else n.dim) + between
-    between = n.directions * (2 * n.states() + 2 * n.batch * n.heads * count * n.dim**2) if count > 1 else 0
+        if count == 1:
+            return delta(n, size, n.dim)
+        return delta(n, size, 2 * n.dim) + 6 * n.states()  # W S, Q S and K^T N, each in both directions
+    between = 0
+    if count > 1:
+        between = n.directions * (2 * n.states() + 2 * n.batch * n.heads * count * n.dim**2)
     return n.scans * (2 * n.pairs(size) + between)
 
 
@@ -99,7 +104,10 @@ def flops(form: str, kind: str, which: str, n: Size) -> int:
 
     The backward pass has two products for each product of the forward pass.
     """
-    return FORWARD[form](n, kind) * (3 if which == "both" else 1)
+    forward = FORWARD[form](n, kind)
+    if which == "both":
+        return 3 * forward
+    return forward
 
 
 def traffic(inputs: Iterable[Tensor], out: Tensor, which: str) -> int:
@@ -123,8 +131,9 @@ def measure_rates(device: torch.device, dtype: torch.dtype, heads: int, dim: int
         `flops`: FLOP/s of the fastest of three large matrix products (two with attention's shapes, one square).
         `bytes`: bytes/s of a large copy, counting both the read and the written bytes.
     """
-    cuda = device.type == "cuda"
-    batch, length, side = (64, 2048, 8192) if cuda else (4, 1024, 1024)
+    batch, length, side, copied = 4, 1024, 1024, 2**26
+    if device.type == "cuda":
+        batch, length, side, copied = 64, 2048, 8192, 2**28
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -135,6 +144,6 @@ def measure_rates(device: torch.device, dtype: torch.dtype, heads: int, dim: int
     rows = random(batch * heads, length, dim)
     rate = max(product(rows, rows.mT.contiguous()), product(random(batch * heads, length, length), rows))
     rate = max(rate, product(random(side, side), random(side, side)))
-    source = torch.ones(2**28 if cuda else 2**26, device=device)  # far larger than any cache
+    source = torch.ones(copied, device=device)  # far larger than any cache
     target = torch.empty_like(source)
     return {"flops": rate, "bytes": 2 * source.nbytes / best(lambda: target.copy_(source), device)}

@@ -27,7 +27,7 @@ from lion.runs import read_run
 from lion.tasks import Task
 from lion.trainer.diagnostics import tensor_peak
 from tools import options
-from tools.bench.engine import Report, collect, job_of, typed
+from tools.bench.engine import Report, collect, column, job_of, preparation, typed
 from tools.colours import colour_of
 from tools.compose import describe_data, make_task, recipe_unless_run
 from tools.generate import compile_mode
@@ -72,14 +72,15 @@ class GenerateReport(Report):
     legend = LEGEND
     setting = SETTING
     key = (*SETTING, "batch", "mixer", "mode", "length")
-    text = ("mixer", "mode")
 
     def line(self, row: Row) -> str:
         text = f"{row['mixer']} {row['mode']}, {row['length']:,} tokens: {digits(row['ms'])} ms a token"
         return f"{text}, {row['growth']:.2f} x {row['shortest']:,} tokens, state {mebibytes(row['state_bytes'])} MiB"
 
     def title(self, row: Row) -> str:
-        how = "compiled" if row["compiled"] else "eager"
+        how = "eager"
+        if row["compiled"]:
+            how = "compiled"
         shape = f"{row['shape']}, vocabulary {row['vocabulary']:,}"
         return f"{shape}: {row['device']}, {row['threads']} threads, float32, {how}"
 
@@ -88,7 +89,7 @@ class GenerateReport(Report):
         for row in rows:
             if (row["mixer"], row["mode"]) == (SOFTMAX, "kv"):
                 caches[row["batch"], row["length"]] = row["state_bytes"]
-        shortest = min(row["length"] for row in rows)
+        shortest = min(column(rows, "length"))
 
         def growth(row: Row) -> str:
             if row.get("shortest", shortest) != shortest:
@@ -122,7 +123,7 @@ class GenerateReport(Report):
     def pictures(self) -> list[Path | None]:
         """Draw `generate.png` for the setting measured last."""
         rows = self.groups(SETTING)[0]
-        batches = {row["batch"] for row in rows}
+        batches = set(column(rows, "batch"))
         title = f"{self.title(rows[0])}, torch {rows[0]['torch']}"
         path = self.path.with_suffix(".png")
         return [self.draw(path, (11, 1 + 3.8 * len(batches)), partial(curves, rows=rows, title=title))]
@@ -204,7 +205,7 @@ def measure(job: Namespace, send: Send) -> None:
         for mode in ("attention", streaming):
             if mode not in job.mode:
                 continue
-            send({"kind": "note", "text": f"{label}, {mode}: {'warming up' if job.eager else 'compiling'}"})
+            send({"kind": "note", "text": f"{label}, {mode}: {preparation(job.eager)}"})
             if not job.eager:
                 compile_mode(model, mode)
             states: dict[int, Any] = dict.fromkeys(job.lengths)
@@ -279,8 +280,8 @@ def order(row: Row) -> tuple:
 
 def curves(fig: Any, rows: list[Row], title: str) -> None:
     """Plot latency and memory over length, with a row of panels for each batch size."""
-    batches = sorted({row["batch"] for row in rows})
-    lengths = sorted({row["length"] for row in rows})
+    batches = sorted(set(column(rows, "batch")))
+    lengths = sorted(set(column(rows, "length")))
     handles = {}
     for (left, right), batch in zip(fig.subplots(len(batches), 2, squeeze=False), batches):
         left.set(title=f"latency of a token, ms (batch {batch})")
@@ -291,9 +292,9 @@ def curves(fig: Any, rows: list[Row], title: str) -> None:
                 continue
             dashes, marker = STYLES[mode]
             look = {"color": colour_of(mixer), "linestyle": dashes, "marker": marker, "markersize": 4}
-            at = [row["length"] for row in own]
+            at = column(own, "length")
             memory = [(row["state_bytes"] + (row["peak_bytes"] or 0)) / 2**20 for row in own]
-            handles[f"{mixer}, {mode}"] = left.plot(at, [row["ms"] for row in own], **look)[0]
+            handles[f"{mixer}, {mode}"] = left.plot(at, column(own, "ms"), **look)[0]
             right.plot(at, memory, **look)
         for ax in (left, right):
             ax.set(xlabel="tokens so far")

@@ -63,7 +63,6 @@ class GpuReport(Report):
     legend = LEGEND
     setting = ("target", "dtype", "heads", "dim")
     key = ("kind", "name", "form", "length", "batch", "heads", "dim", "dtype", "target")
-    text = ("mixer", "form", "recipe")
 
     def line(self, row: Row) -> str:
         columns = COLUMNS[row["kind"]]

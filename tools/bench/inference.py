@@ -10,6 +10,7 @@ import dataclasses
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lion.trainer.runtime import seed_everything
 from tools import options
 from tools.bench.beside import mixer_peak, softmax_beside
 from tools.bench.blockwise import use_blockwise
-from tools.bench.engine import ReportOfRuns, collect, form_of, job_of, typed, variants_of
+from tools.bench.engine import ReportOfRuns, collect, column, form_of, job_of, preparation, typed, variants_of
 from tools.bench.floors import published_flops
 from tools.bench.metric import held_out, value_of
 from tools.compose import describe_data, digest, make_task, recipe_unless_run
@@ -259,13 +260,9 @@ def measure(job: Namespace, send: Send) -> None:
         batch = task.example(job.batch, device)
         batch.pop("segments", None)  # no padding, for which softmax would build a matrix of its mask
         model.to(device)
-
-        def once(task: Task = task, model: Model = model, batch: Batch = batch) -> torch.Tensor:
-            with torch.inference_mode():
-                return task.outputs(model, batch)
-
+        once = partial(outputs, task, model, batch)
         compiled = not job.eager and variant.form != BLOCKWISE
-        send({"kind": "note", "text": f"{variant}: {'compiling' if compiled else 'warming up'}"})
+        send({"kind": "note", "text": f"{variant}: {preparation(not compiled)}"})
         try:
             row = {"mixer_bytes": mixer_peak(model, once, device, compiled)}
             if compiled:
@@ -313,6 +310,11 @@ def measure(job: Namespace, send: Send) -> None:
         raise failed
 
 
+@torch.inference_mode()
+def outputs(task: Task, model: Model, batch: Batch) -> torch.Tensor:
+    return task.outputs(model, batch)
+
+
 def by_size(row: Row) -> int:
     return row["size"]
 
@@ -339,7 +341,9 @@ def mega_flops(row: Row) -> str:
     if "dim" not in row or row["form"] not in (SOFTMAX, "rnn") or row["mixer"] not in (SOFTMAX, *LINEAR):
         return "-"
     softmax, rnn = published_flops(row["tokens"], row["dim"])
-    return digits((softmax if row["form"] == SOFTMAX else rnn) / 1e6)
+    if row["form"] == SOFTMAX:
+        return digits(softmax / 1e6)
+    return digits(rnn / 1e6)
 
 
 def curves(fig: Any, rows: list[Row], title: str) -> None:
@@ -347,14 +351,14 @@ def curves(fig: Any, rows: list[Row], title: str) -> None:
     panels = [("ms", 1, "latency, ms"), ("peak_bytes", 2**20, "peak memory, MiB")]
     panels.append(("mixer_bytes", 2**20, "memory of one layer's mixing, MiB"))
     rows = sorted(rows, key=by_size)
-    ticks = sorted({row["size"] for row in rows})
+    ticks = sorted(set(column(rows, "size")))
     for ax, (value, scale, text) in zip(fig.subplots(1, 3), panels):
         for line in grouped(rows, ("form", "chunk_size")):
             own = [row for row in line if row[value]]
             style = {"label": form_of(line[0]), "markersize": 4, "linewidth": 1.6}
             if line[0]["form"] == SOFTMAX:
                 style |= {"color": "black", "linewidth": 2.2}
-            ax.plot([row["size"] for row in own], [row[value] / scale for row in own], "o-", **style)
+            ax.plot(column(own, "size"), [row[value] / scale for row in own], "o-", **style)
         if value == "mixer_bytes":
             matrices = {row["size"]: row["matrix_bytes"] / scale for row in rows}
             ax.plot(matrices.keys(), matrices.values(), ":", color="0.4", label="attention matrix")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.bench import clock
+from tools.bench.engine import column
 from tools.colours import colour_of
 from tools.plots import number_ticks, open_sides
 from tools.store import Row
@@ -43,14 +44,14 @@ def panels(rows: list[Row], which: str) -> dict[str, list[Line]]:
         own = [row for row in rows if (row["mixer"], row["form"], row["pass"]) == (mixer, form, which)]
         if not own:
             continue
-        sizes = [row["chunk_size"] for row in own]
+        sizes = column(own, "chunk_size")
         most = max(sizes, key=sizes.count)
         own = [row for row in own if row["chunk_size"] == most]
-        times.append(Line(mixer, form, [row["length"] for row in own], [row["ratio"] for row in own]))
+        times.append(Line(mixer, form, column(own, "length"), column(own, "ratio")))
         own = [row for row in own if row["peak_bytes"]]
         if own:
             values = [row["peak_bytes"] / 2**10 / (row["batch"] * row["length"]) for row in own]
-            memory.append(Line(mixer, form, [row["length"] for row in own], values))
+            memory.append(Line(mixer, form, column(own, "length"), values))
     return {f"{PASSES[which]}: time over softmax's": times, f"{PASSES[which]}: memory, KiB a token": memory}
 
 
@@ -67,7 +68,7 @@ def fastest_on_gpus(clocked: Iterable[Row], mixer: str) -> dict[int, float]:
 def picture(fig: Any, rows: list[Row], folder: Path) -> None:
     """Plot time and memory over length, with the points of GPUs that `bench gpu --clock` has stored in the folder."""
     clocked = list(clock.ClockReport(folder).load().rows.values())
-    lengths = sorted({row["length"] for row in rows})
+    lengths = sorted(set(column(rows, "length")))
     labelled = {}
     for axes, which in zip(fig.subplots(2, 2, sharex=True), PASSES):
         for ax, (title, lines) in zip(axes, panels(rows, which).items()):

@@ -30,7 +30,7 @@ from torch import Tensor
 from lion.config import ConfigError
 from lion.trainer.diagnostics import process_peak
 from tools import options
-from tools.bench.engine import collect, job_of, typed, variants_of
+from tools.bench.engine import collect, job_of, preparation, typed, variants_of
 from tools.bench.floors import Size, floor, flops, measure_rates, traffic
 from tools.bench.operators import OPERATORS, Operator, check_operators, softmax
 from tools.bench.ops_report import PASSES, OpsReport, note, setting_of
@@ -144,7 +144,7 @@ def time_length(
     tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, dtype, featurized=not inside)
     where = {"length": length, "pass": which}
     runs, rows = {}, {}
-    send({"kind": "note", "text": f"{length:,} tokens, {which}: {'warming up' if job.eager else 'compiling'}"})
+    send({"kind": "note", "text": f"{length:,} tokens, {which}: {preparation(job.eager)}"})
     for variant in (SDPA, *errors):
         if variant.form == "rnn" and which == "both":
             continue
@@ -200,5 +200,7 @@ def square_of(variant: Variant, operator: Operator, tensors: dict[str, Tensor], 
     if variant.form != "full" or operator.kind(tensors) in ("plain", "one_scan"):
         return 0
     batch, heads, length, dim = tensors["q"].shape
-    vectors = dim if operator.vectors(tensors) else 0
+    vectors = 0
+    if operator.vectors(tensors):
+        vectors = dim
     return len(operator.scans) * square_bytes(batch, heads, length, backward=which == "both", vectors=vectors)

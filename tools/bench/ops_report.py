@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import lengths
-from tools.bench.engine import Report, form_of
+from tools.bench.engine import Report, column, form_of
 from tools.bench.operators import OPERATORS, rank
 from tools.colours import colour_of
 from tools.plots import by_length, open_sides
@@ -181,7 +181,9 @@ def is_sdpa(row: Row) -> bool:
 
 
 def title(row: Row) -> str:
-    threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+    threads = f"{row['threads']} threads"
+    if row["threads"] == 1:
+        threads = "1 thread"
     text = f"{row['device']}, {threads}, {row['dtype']}, {row['heads']} heads of {row['dim']}, "
     text += f"about {row['tokens']:,} tokens a batch, or one sequence"
     if row["eager"]:
@@ -198,8 +200,9 @@ def name_of(row: Row) -> str:
 def form_cell(row: Row) -> str:
     if is_sdpa(row):
         return ""
-    star = "" if row["compiled"] else "*"
-    return form_of(row) + star
+    if row["compiled"]:
+        return form_of(row)
+    return f"{form_of(row)}*"
 
 
 def ratio_cell(row: Row) -> str:
@@ -261,7 +264,9 @@ def crossing(points: list[tuple[int, float]]) -> Row:
     """
     first, last = points[0], points[-1]
     tokens = None
-    text = f"< {first[0]:,}" if first[1] < 1 else f"> {last[0]:,}"
+    text = f"> {last[0]:,}"
+    if first[1] < 1:
+        text = f"< {first[0]:,}"
     for (a, before), (b, after) in itertools.pairwise(points):
         if (before < 1) == (after < 1):
             continue
@@ -289,7 +294,7 @@ def panels_of(rows: list[Row]) -> list[tuple[str, str, str]]:
     """Return (pass, value, title) of each panel: ratio to SDPA by pass, and peak memory in the last pass measured."""
     passes = [name for name in PASSES if of_pass(rows, name)]
     panels = [(name, "ratio", f"{PASSES[name]}: time over SDPA's") for name in passes]
-    if any(row["peak_bytes"] for row in rows):
+    if any(column(rows, "peak_bytes")):
         last = passes[-1]
         panels.append((last, "peak_bytes", f"{PASSES[last]}: peak memory beyond inputs, MiB"))
     return panels
@@ -300,17 +305,19 @@ def picture(fig: Any, rows: list[Row]) -> None:
     line = importlib.import_module("matplotlib.lines").Line2D
     panels = panels_of(rows)
     own = [row for row in rows if not is_sdpa(row)]
-    mixers = dict.fromkeys(row["mixer"] for row in sorted(own, key=by_line))
+    mixers = dict.fromkeys(column(sorted(own, key=by_line), "mixer"))
     looks = looks_of(own)
-    every_length = sorted({row["length"] for row in rows})
+    every_length = sorted(set(column(rows, "length")))
     for ax, (which, value, text) in zip(fig.subplots(1, len(panels), squeeze=False)[0], panels):
-        scale = 2**20 if value == "peak_bytes" else 1
+        scale = 1
+        if value == "peak_bytes":
+            scale = 2**20
         measured = [row for row in of_pass(rows, which) if row[value]]
         for points in grouped(measured, LINE):
             look = SDPA_LOOK
             if not is_sdpa(points[0]):
                 look = looks[form_of(points[0])] | {"color": colour_of(points[0]["mixer"])}
-            ax.plot([row["length"] for row in points], [row[value] / scale for row in points], **look)
+            ax.plot(column(points, "length"), [row[value] / scale for row in points], **look)
         ax.set(title=text, xlabel="tokens")
         by_length(ax, every_length)
         open_sides(ax)

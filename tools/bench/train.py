@@ -32,7 +32,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime
 from tools import options
-from tools.bench.engine import Report, collect, job_of, typed
+from tools.bench.engine import Report, collect, job_of, preparation, typed
 from tools.bench.plain import PLAIN, PlainGPT, check_plain, plain_step
 from tools.compose import describe_data, make_task, resolve
 from tools.probe import check_compiler, device_name, pick_device, ratios, stamp, time_rounds, use_threads, warm_up
@@ -72,7 +72,9 @@ class TrainReport(Report):
 
     def title(self, row: Row) -> str:
         tokens = f"{row['tokens']:,} tokens"
-        size = tokens if row["unit"] == "tokens" else f"{row['size']} {row['unit']} ({tokens})"
+        size = f"{row['size']} {row['unit']} ({tokens})"
+        if row["unit"] == "tokens":
+            size = tokens
         text = f"{size}, batch {row['batch']}, {row['model']}, {row['shape']}: {row['device']}, "
         text += f"{row['threads']} threads, {row['precision']}"
         if row["matmul"] != "highest":
@@ -170,7 +172,7 @@ def measure(job: Namespace, send: Send) -> None:
     rows: dict[str, Row] = {}
     batch = job.batch
     for name, (recipe, task) in models(job).items():
-        send({"kind": "note", "text": f"{name}: {'warming up' if job.eager else 'compiling'}"})
+        send({"kind": "note", "text": f"{name}: {preparation(job.eager)}"})
         precision = job.precision
         if precision is None:
             precision = recipe.trainer.precision if device.type == "cuda" else "fp32"
