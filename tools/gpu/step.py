@@ -75,22 +75,22 @@ def trace_step(recipe: Recipe, task: Task, batch: int) -> Step:
                 around.cost = Cost()
                 step()
         blocks = []
-        for (unit, args, kwargs), n in calls:
+        for (unit, args, kwargs), units in calls.values():
             unit.train()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 graphs = trace(lambda *xs, unit=unit, kwargs=kwargs: unit(*xs, **kwargs), *args)
-            blocks.append((graphs, n))
+            blocks.append((graphs, len(units)))
     return Step(blocks, around.cost)
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module) -> Iterator[list[tuple[tuple[nn.Module, tuple, dict], int]]]:
+def recorded(model: nn.Module) -> Iterator[dict[Any, tuple]]:
     """Replace the blocks of a model by functions without cost, and record the blocks' calls.
 
-    On exit, the yielded list holds one call (block, args, kwargs) of each kind of block, and the number of blocks of
-    that kind. Blocks are of one kind if their type, settings and the shapes of parameters and inputs agree.
+    On exit, the yielded dict holds one call (block, args, kwargs) of each kind of block, and the set of blocks of that
+    kind. Blocks are of one kind if their type, settings and the shapes of parameters and inputs agree.
     """
-    found: dict[Any, list] = {}
+    calls: dict[Any, tuple] = {}
 
     def stand_in(unit: nn.Module) -> Callable:
         parameters = list(unit.parameters())
@@ -99,18 +99,17 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[tuple[nn.Module, tuple, di
             given = tree_map(as_leaf, (x, *args))
             shapes = [(tuple(y.shape), y.dtype) for y in [*parameters, *tensors_of(given)]]
             key = (type(unit), str(shapes), str(unit))
-            found.setdefault(key, [(unit, given, kwargs), set()])[1].add(unit)
+            _, units = calls.setdefault(key, ((unit, given, kwargs), set()))
+            units.add(unit)
             others = [y for y in tensors_of((args, kwargs)) if y.requires_grad]
             return _StandIn.apply(x, *others, *parameters)
 
         return forward
 
-    calls: list[tuple[tuple[nn.Module, tuple, dict], int]] = []
     with contextlib.ExitStack() as stack:
         for unit in model.units():
             stack.enter_context(mock.patch.object(unit, "forward", stand_in(unit)))
         yield calls
-    calls += [(call, len(units)) for call, units in found.values()]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -182,27 +181,23 @@ def gpu_behaviour(model: nn.Module) -> Iterator[None]:
             yield
 
 
-@torch.library.custom_op("lion_gpu::softmax_attention", mutates_args=())
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_results(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Return placeholders of fused softmax attention: the output, and one float32 number per token."""
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("lion_gpu::softmax_attention_backward", mutates_args=())
-def softmax_attention_backward(
+def attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-@softmax_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-
-
-@softmax_attention_backward.register_fake
-def _(grad, q, k, v, out, sums, causal):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+softmax_attention = torch.library.custom_op("lion_gpu::softmax_attention", attention_results, mutates_args=())
+softmax_attention.register_fake(attention_results)
+softmax_attention_backward = torch.library.custom_op(
+    "lion_gpu::softmax_attention_backward", attention_gradients, mutates_args=()
+)
+softmax_attention_backward.register_fake(attention_gradients)
 
 
 def keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -217,14 +212,20 @@ def gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 softmax_attention.register_autograd(gradients, setup_context=keep_inputs)
 
 
+def product_flops(q: Any, k: Any, causal: bool) -> int:
+    """Return the FLOPs of one product of queries and keys of these shapes, in causal attention of half of the pairs."""
+    pairs = q[0] * q[1] * q[2] * k[2]
+    return pairs * q[3] if causal else 2 * pairs * q[3]
+
+
 @register_flop_formula(torch.ops.lion_gpu.softmax_attention)
-def _(q: Any, k: Any, v: Any, causal: bool, out_shape: Any = None, **_: Any) -> int:
-    return 4 * q[0] * q[1] * q[2] * k[2] * q[3] // (2 if causal else 1)
+def _(q: Any, k: Any, v: Any, causal: bool, **_: Any) -> int:
+    return 2 * product_flops(q, k, causal)
 
 
 @register_flop_formula(torch.ops.lion_gpu.softmax_attention_backward)
-def _(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, causal: bool, out_shape: Any = None, **_: Any) -> int:
-    return 10 * q[0] * q[1] * q[2] * k[2] * q[3] // (2 if causal else 1)
+def _(grad: Any, q: Any, k: Any, v: Any, out: Any, sums: Any, causal: bool, **_: Any) -> int:
+    return 5 * product_flops(q, k, causal)
 
 
 def softmax_as_one_operator() -> Any:

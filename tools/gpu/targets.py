@@ -103,7 +103,6 @@ def check_toolchain() -> None:
 def pretend(target: Target) -> ExitStack:
     """Return a context in which torch, Inductor and Triton find the target GPU."""
     import triton
-    from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
 
     properties = target.properties()
@@ -122,9 +121,10 @@ def pretend(target: Target) -> ExitStack:
         "torch._inductor.scheduler.has_triton": True,
         "torch._inductor.utils.has_triton": True,
         "torch._inductor.utils.get_gpu_dram_gbps": target.bandwidth / 1e9,
+        "torch._dynamo.device_interface.CudaInterface.is_available": True,
+        "torch._dynamo.device_interface.CudaInterface.get_device_properties": properties,
+        "torch._dynamo.device_interface.CudaInterface.get_compute_capability": target.architecture,
     }
-    interface = {"is_available": True, "get_device_properties": properties}
-    interface["get_compute_capability"] = target.architecture
 
     class Driver:
         def get_current_target(self) -> GPUTarget:
@@ -142,7 +142,5 @@ def pretend(target: Target) -> ExitStack:
     stack = ExitStack()
     for name, value in answers.items():
         stack.enter_context(mock.patch(name, answer(value), create=True))
-    for name, value in interface.items():
-        stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(answer(value))))
     stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", Driver()))
     return stack
