@@ -167,7 +167,7 @@ def graphs_of(mixer: str, form: str, direction: str, length: int, dtype: str) ->
     torch._dynamo.reset()
     torch.manual_seed(0)
     if mixer == SCAN:
-        return scan_graphs(1, length, 2 * WIDTH, WIDTH, getattr(torch, dtype))
+        return scan_graphs(length, 2 * WIDTH, WIDTH, getattr(torch, dtype))
     layer = MIXERS[mixer].layer(WIDTH, HEADS, mixer, form=form, direction=direction, chunk_size=CHUNK)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         return trace(layer, torch.randn(1, length, WIDTH, requires_grad=True))

@@ -77,7 +77,7 @@ def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
         options |= OWN_PRODUCTS
     with pretend(target), config.patch(options):
         FakeTensorProp(module, mode).propagate_dont_convert_inputs(*inputs)
-        flops = flops_of(module)
+        flops = sum(map(flops_of, module.graph.nodes))
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
             _recursive_post_grad_passes(module, is_inference=graph.stage == "inference")
             lowering = GraphLowering(module, example_inputs=inputs, shape_env=None)
@@ -87,7 +87,7 @@ def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
                 moved = sum(map(bytes_of, lowering.scheduler.nodes))
     code = getattr(code, "value", code)
     body = call_of(code)
-    kernels = kernels_of(code)
+    kernels = {name: source.replace("\\'", "'") for name, source in KERNEL.findall(code)}
     fallbacks = re.findall(r"= (torch\.ops\.[\w.]+|aten\.[\w.]+)\(", body)
     cost = Cost(
         kernels=len(kernels),
@@ -124,21 +124,12 @@ def bytes_of(node: BaseSchedulerNode) -> int:
             size = int(dep.get_numel()) * V.graph.get_dtype(dep.name).itemsize
         parts[dep.name] = parts.get(dep.name, 0) + size
     if node.is_template():
-        found = {name: whole(name) for name in found}
+        found = {name: int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize for name in found}
     return sum(min(count, parts.get(name, count)) for name, count in found.items())
 
 
-def whole(name: str) -> int:
-    """Return the bytes of a buffer."""
-    return int(V.graph.get_numel(name)) * V.graph.get_dtype(name).itemsize
-
-
-def flops_of(module: GraphModule) -> int:
-    """Return the FLOPs of a graph's products and attention, masked pairs counted (twice the FLOPs of a triangle)."""
-    return sum(map(node_flops, module.graph.nodes))
-
-
-def node_flops(node: Node) -> int:
+def flops_of(node: Node) -> int:
+    """Return the FLOPs of a product or of attention, masked pairs counted (twice the FLOPs of a triangle)."""
     args, kwargs = map_aggregate((node.args, node.kwargs), value_of)
     return operator_flops(node.target, args, kwargs, value_of(node))
 
@@ -172,11 +163,6 @@ def on_gpu(x: Any) -> Any:
     if isinstance(x, torch.device):
         return DEVICE
     return x
-
-
-def kernels_of(code: str) -> dict[str, str]:
-    """Return the sources of the Triton kernels in generated code, by name."""
-    return {name: source.replace("\\'", "'") for name, source in KERNEL.findall(code)}
 
 
 def call_of(code: str) -> str:

@@ -29,14 +29,15 @@ def step_graph(stage: str, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tenso
     return graph
 
 
-def scan_graphs(batch: int, length: int, channels: int, state: int, dtype: torch.dtype) -> list[Graph]:
+def scan_graphs(length: int, channels: int, state: int, dtype: torch.dtype) -> list[Graph]:
     """Return the graphs of a step of `length` random tokens in two directions, for the forward and backward stage."""
-    generator = torch.Generator().manual_seed(0)
-    x, dt = (torch.randn(2, batch, length, channels, generator=generator) for _ in range(2))
-    B, C = (torch.randn(2, batch, length, state, generator=generator) for _ in range(2))
-    start = torch.rand(2, batch, length, generator=generator) < 0.2
-    A = -torch.rand(2, channels, state, generator=generator)
-    return [step_graph(stage, x.to(dtype), dt.abs(), A, B, C, start) for stage in ("forward", "backward")]
+    x = torch.randn(2, 1, length, channels).to(dtype)
+    dt = torch.randn(2, 1, length, channels).abs()
+    B = torch.randn(2, 1, length, state)
+    C = torch.randn(2, 1, length, state)
+    start = torch.rand(2, 1, length) < 0.2
+    A = -torch.rand(2, channels, state)
+    return [step_graph(stage, x, dt, A, B, C, start) for stage in ("forward", "backward")]
 
 
 def steps_of(module: GraphModule) -> Iterator[tuple[Graph, int]]:
@@ -44,14 +45,17 @@ def steps_of(module: GraphModule) -> Iterator[tuple[Graph, int]]:
     for node in module.graph.nodes:
         if node.target not in (FORWARD, BACKWARD):
             continue
-        stage, first = ("forward", 0) if node.target == FORWARD else ("backward", 2)
-        x, dt, A, B, C, start = (part and part.meta["val"] for part in node.args[first : first + 6])
+        stage, args = "forward", node.args[:6]
+        if node.target == BACKWARD:
+            stage, args = "backward", node.args[2:8]
+        x, dt, A, B, C, start = (part and part.meta["val"] for part in args)
         size = min(x.shape[2], TOKENS_ELSEWHERE)
 
         def piece(tokens: Tensor | None, size: int = size) -> Tensor | None:
-            return None if tokens is None else tokens.new_empty(*tokens.shape[:2], size, *tokens.shape[3:])
+            if tokens is None:
+                return None
+            return tokens.new_empty(tokens[:, :, :size].shape)
 
         with detect_fake_mode(x):
-            given = piece(x), piece(dt), A.new_empty(A.shape), piece(B), piece(C), piece(start)
-            graph = step_graph(stage, *given)
+            graph = step_graph(stage, piece(x), piece(dt), A.new_empty(A.shape), piece(B), piece(C), piece(start))
         yield graph, -(-x.shape[2] // size)
