@@ -89,7 +89,7 @@ def measure(job: Namespace, send: Send) -> None:
     device, operator = pick_device(), OPERATORS[job.name]
     batch = job.batch or max(1, round(TOKENS / job.length))
     shape = (job.heads, job.dim, batch, job.length, device, getattr(torch, job.dtype))
-    tensors, fixed = operator.inputs(*shape, featurized=False)
+    tensors, fixed = operator.inputs(*shape)
 
     def run(given: dict[str, Tensor]) -> Tensor:
         return operator.run(given, fixed, job.form, 64, job.kernels)

@@ -58,7 +58,7 @@ class Operator:
         length: int,
         device: torch.device,
         dtype: torch.dtype,
-        featurized: bool = True,
+        featurized: bool | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the arguments of the operator, as the layer computes them from random tokens.
 
@@ -69,12 +69,14 @@ class Operator:
             length: Sequence length.
             device: Device of the tensors.
             dtype: The autocast dtype; float32 disables autocast.
-            featurized: Whether the feature map is applied to q and k here. If not, the feature map is one of the fixed
-                arguments.
+            featurized: Whether the feature map is applied to q and k here; by default it is on a CPU, and not on a GPU.
+                If not, the feature map is one of the fixed arguments.
 
         Returns:
             Contiguous leaf tensors by name, and the other (fixed) arguments.
         """
+        if featurized is None:
+            featurized = device.type == "cpu"
         torch.manual_seed(0)
         layer = LionAttention(heads * dim, heads, self.mixer, direction=self.direction, scans=self.scans).to(device)
         x = torch.randn(batch, length, heads * dim, device=device)
@@ -82,10 +84,7 @@ class Operator:
             q, k, v = layer.heads(x)
             given = arguments_of(layer, layer.operands(x, q, k, v, Layout()))
             if featurized:
-                phi = given["feature_map"]
-                given["q"] = apply_feature_map(phi, given["q"])
-                given["k"] = apply_feature_map(phi, given["k"])
-                given["feature_map"] = None
+                featurize(given)
             if self.mixer == LIGHTNET:
                 given["q"] = apply_feature_map(layer.config.feature_map, q)
                 given["k"] = k
@@ -113,50 +112,48 @@ class Operator:
         if self.one_scan:
             return one_scan_attention(**tensors, form=form, chunk_size=chunk_size)
         settings = Settings(form=form, chunk_size=chunk_size, direction=self.direction, kernels=kernels)
+        given = self.arguments(tensors, fixed)
         if self.scans == ROW_MAJOR:
-            return linear_attention(**self.gated(tensors, fixed), settings=settings)
-        given = tensors | fixed
-        log_decays = [given.pop(name) for name in tensors if name.startswith(SCAN)]
-        return multi_scan_attention(**given, log_decays=log_decays, settings=settings)
+            return linear_attention(**given, settings=settings)
+        return multi_scan_attention(**given, settings=settings)
 
     def definition(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> Tensor:
         """Compute the operator token by token, by its definition."""
         if self.one_scan:
             return reference_one_scan_attention(**tensors)
+        given = self.arguments(tensors, fixed)
+        featurize(given)
+        del given["feature_map"]
         if self.scans == ROW_MAJOR:
-            given = self.gated(tensors, fixed)
             given.pop("prefix", None)  # used only for gradients
-            phi = given.pop("feature_map")
-            given["q"] = apply_feature_map(phi, given["q"])
-            given["k"] = apply_feature_map(phi, given["k"])
             return reference_attention(**given, direction=self.direction)
-        q = apply_feature_map(fixed["feature_map"], tensors["q"])
-        k = apply_feature_map(fixed["feature_map"], tensors["k"])
-        v = tensors["v"]
+        v = given["v"]
         values = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        log_decays = [decay for name, decay in tensors.items() if name.startswith(SCAN)]
         sums = torch.zeros_like(values)  # over scans, of the numerators and, from the column of ones, the row sums
-        for order, log_decay in zip(fixed["orders"].cpu(), log_decays):
+        for order, log_decay in zip(given["orders"].cpu(), given["log_decays"]):
             found = reference_attention(
-                q[:, :, order],
-                k[:, :, order],
+                given["q"][:, :, order],
+                given["k"][:, :, order],
                 values[:, :, order],
-                log_decay if log_decay.dim() < 3 else log_decay[:, :, order],
+                log_decay[:, :, order],
                 direction=self.direction,
-                decay_convention=fixed["decay_convention"],
+                decay_convention=given["decay_convention"],
                 normalize="none",
                 scale=1.0,
             )
             sums = sums + found[:, :, order.argsort()]
         return sums[..., :-1] / sums[..., -1:]
 
-    def gated(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `linear_attention`."""
-        if not self.of_keys:
-            return tensors | fixed
-        k = tensors["k"]
-        gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
-        return fixed | tensors | {"k": gates.k, "log_decay": gates.log_decay, "prefix": gates.gates.prefix}
+    def arguments(self, tensors: dict[str, Tensor], fixed: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `linear_attention`, or of `multi_scan_attention` for several scans."""
+        given = fixed | tensors
+        if self.scans != ROW_MAJOR:
+            given["log_decays"] = [given.pop(name) for name in tensors if name.startswith(SCAN)]
+        if self.of_keys:
+            k = tensors["k"]
+            gates = KeySoftmax(k.shape[1] * k.shape[3], k.shape[1])(k, k, PLAIN)
+            given |= {"k": gates.k, "log_decay": gates.log_decay, "prefix": gates.gates.prefix}
+        return given
 
     def kind(self, tensors: dict[str, Tensor]) -> str:
         """Return the kind of the operator: "one_scan", "delta", "decay", or "plain" (no decay)."""
@@ -171,6 +168,14 @@ class Operator:
     def vectors(self, tensors: dict[str, Tensor]) -> bool:
         """Return whether a decay has one lambda for each key dimension."""
         return self.of_keys or any(t.dim() in (2, 4) for name, t in tensors.items() if name.startswith("log_decay"))
+
+
+def featurize(given: dict[str, Any]) -> None:
+    """Replace q and k in the arguments of an operator by their features, which leaves no feature map."""
+    phi = given["feature_map"]
+    given["q"] = apply_feature_map(phi, given["q"])
+    given["k"] = apply_feature_map(phi, given["k"])
+    given["feature_map"] = None
 
 
 def check_operators(names: Sequence[str]) -> None:

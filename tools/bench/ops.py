@@ -102,8 +102,7 @@ def verify_all(job: Namespace, device: torch.device, send: Send) -> dict[Variant
     """Return the error of each correct form against the definition; send notes about wrong and missing forms."""
     send({"kind": "note", "text": f"verifying {', '.join(job.form)}"})
     operator = OPERATORS[job.mixer]
-    inside = device.type == "cuda"
-    tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32, featurized=not inside)
+    tensors, fixed = operator.inputs(job.heads, job.dim, 1, CHECKED, device, torch.float32)
     exact = {name: t.detach().cpu().double() for name, t in tensors.items()}
     expected = operator.definition(exact, fixed)
     found = {}
@@ -140,8 +139,7 @@ def time_length(
     batch = max(1, job.tokens // length)
     operator = OPERATORS[job.mixer]
     dtype = getattr(torch, job.dtype)
-    inside = device.type == "cuda"
-    tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, dtype, featurized=not inside)
+    tensors, fixed = operator.inputs(job.heads, job.dim, batch, length, device, dtype)
     where = {"length": length, "pass": which}
     runs, rows = {}, {}
     send({"kind": "note", "text": f"{length:,} tokens, {which}: {preparation(job.eager)}"})
