@@ -230,7 +230,9 @@ def build(loaded: LoadedRun, size: int, variant: Variant, against: str | None = 
             if isinstance(part, FixedDecay):
                 weights[f"{name}.a"] = torch.full_like(part.a, LAMBDA_1)
     model.load_state_dict(weights)
-    form = "full" if variant.form in (QUADRATIC, SOFTMAX, BLOCKWISE) else variant.form
+    form = variant.form
+    if form in (QUADRATIC, SOFTMAX, BLOCKWISE):
+        form = "full"
     set_form(model, form, variant.chunk_size)
     if variant.form == BLOCKWISE:
         use_blockwise(model)

@@ -162,7 +162,9 @@ def time_length(
             send(note(job, f"not timed ({which}): {first_line(error)}", failed=True, variant=variant, **where))
             continue
         runs[variant] = once
-        directions = 2 if operator.direction == "both" else 1
+        directions = 1
+        if operator.direction == "both":
+            directions = 2
         size = Size(*tensors["q"].shape, variant.chunk_size or 1, directions, len(operator.scans))
         work = flops(variant.form, operator.kind(tensors), which, size)
         moved = traffic(used.values(), out, which)

@@ -173,9 +173,9 @@ def measure(job: Namespace, send: Send) -> None:
     batch = job.batch
     for name, (recipe, task) in models(job).items():
         send({"kind": "note", "text": f"{name}: {preparation(job.eager)}"})
-        precision = job.precision
-        if precision is None:
-            precision = recipe.trainer.precision if device.type == "cuda" else "fp32"
+        precision = job.precision or "fp32"
+        if job.precision is None and device.type == "cuda":
+            precision = recipe.trainer.precision
         torch.manual_seed(0)
         model = task.build_model(recipe.model)
         if batch is None:  # that of the first model, for all
