@@ -35,7 +35,6 @@ from tools.tables import Table, digits, fill
 DEFAULT = ("lion_lit", "lion_d", "lion_s", "lion_s_vector")
 COMPILED_FOR = ("a100", "h100")
 TOKENS = 50_000  # of a training step, approximately
-STAGES = ("forward", "backward")
 LEGEND = """\
 No GPU is needed. The forward and backward passes are traced with fake tensors and lowered for the target. The report
 counts Triton kernels, kernel launches, matrix products of libraries, calls of other eager operators, the bytes that all
@@ -256,7 +255,8 @@ def built(row: Row) -> str:
 
 
 def by_stage(row: Row, value: Callable[[Row], str]) -> str:
-    return " / ".join(value(row["parts"][stage]) for stage in STAGES if stage in row["parts"])
+    """Return a value of the forward and of the backward pass."""
+    return " / ".join(map(value, row["parts"].values()))
 
 
 def all_of(row: Row, name: str) -> int:

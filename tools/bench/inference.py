@@ -11,6 +11,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -317,8 +318,7 @@ def outputs(task: Task, model: Model, batch: Batch) -> torch.Tensor:
     return task.outputs(model, batch)
 
 
-def by_size(row: Row) -> int:
-    return row["size"]
+by_size = itemgetter("size")
 
 
 def share(size: int | None, base: int | None) -> str:

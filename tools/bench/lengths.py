@@ -91,14 +91,10 @@ def picture(fig: Any, rows: list[Row], folder: Path) -> None:
                     look = {"color": colour_of(mixer), "linestyle": "", "marker": "*", "markersize": 9}
                     labelled[label] = axes[0].plot(points.keys(), points.values(), **look)[0]
     fig.supxlabel("tokens", fontsize=10)
-    title = f"Linear attention beside softmax attention (PyTorch's SDPA)\n{where(rows[0])}"
+    title = "Linear attention beside softmax attention (PyTorch's SDPA)\n"
+    title += f"{rows[0]['device']}, {rows[0]['threads']} threads, {rows[0]['dtype']}"
     names = sorted({row["device"] for row in clocked if row["name"] in ON_GPUS})
     if names:
         title += f"; stars: {' and '.join(names)}, bfloat16"
     fig.suptitle(title, fontsize=10)
     fig.legend(labelled.values(), labelled.keys(), loc="outside right center", frameon=False, handlelength=3.2)
-
-
-def where(row: Row) -> str:
-    """Return the machine and the dtype of a row."""
-    return f"{row['device']}, {row['threads']} threads, {row['dtype']}"

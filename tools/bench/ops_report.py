@@ -145,13 +145,13 @@ def setting_of(job: Namespace) -> Row:
 def note(job: Namespace, text: str, failed: bool, variant: Variant | None = None, **where: Any) -> Row:
     """Return the message that a measurement was not made, with the reason `text`."""
     what = job.mixer
-    key = {"mixer": job.mixer, "form": None, "chunk_size": None, "length": None, "pass": None, **where}
+    row = dict.fromkeys(KEY) | setting_of(job) | {"mixer": job.mixer, **where}
     if variant is not None:
         what += f" {variant}"
-        key |= variant._asdict()
+        row |= variant._asdict()
     if "length" in where:
         what += f", {where['length']:,} tokens"
-    row = setting_of(job) | key | {"text": f"{what}: {text}"}
+    row["text"] = f"{what}: {text}"
     return {"kind": "missing", "row": row, "text": row["text"], "failed": failed}
 
 

@@ -95,7 +95,7 @@ def lower(graph: Graph, target: Target, autotune: bool = False) -> Program:
         library=len(re.findall(r"\bextern_kernels\.\w+\(", body)),
         fallbacks=len(fallbacks),
         moved=int(moved),
-        flops=int(flops),
+        flops=flops,
     )
     for step, count in steps_of(graph.module):
         cost += lower(step, target, autotune).cost * count
