@@ -84,6 +84,7 @@ def state_of(run: Path, kind: str = "last") -> dict:
 
 def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
     """Run a command that must fail with exit code `code` and a single line on stderr; return the line."""
+    capsys.readouterr()
     with pytest.raises(SystemExit) as error:
         run_command(commands.main, [str(a) for a in argv])
     out = capsys.readouterr()
@@ -95,6 +96,25 @@ def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
 def here(*args) -> int:
     """Run `python -m tools ...` in this process, which saves the start-up time of a new process."""
     return commands.main([str(a) for a in args])
+
+
+def printed(capsys: pytest.CaptureFixture, *args) -> str:
+    """Run a command that must succeed, and return what it printed."""
+    capsys.readouterr()
+    assert here(*args) == 0
+    return capsys.readouterr().out
+
+
+def trained(recipe: Path, *args) -> Path:
+    """Train a recipe with runs in the folder `runs` beside it, without evaluation; return the run."""
+    assert here("train", recipe, "--no-eval", *args) == 0
+    return recipe.parent / "runs" / recipe.stem
+
+
+def assert_in(text: str, *parts: str) -> None:
+    """Assert that a text contains every part."""
+    for part in parts:
+        assert part in text, (part, text)
 
 
 def command(*args: str, env: dict | None = None, timeout: float = 300) -> subprocess.CompletedProcess:

@@ -1,6 +1,7 @@
 """Helpers: data sets as recipes open them, and manifests that were edited."""
 
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,17 @@ def refusal(function, *args, **settings):
         function(*args, **settings)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def refused(pattern, function, *args, **settings):
+    """Assert that a function refuses its arguments with a message of one line, in which the pattern is found."""
+    message = refusal(function, *args, **settings)
+    assert re.search(pattern, message), message
+
+
+def counts(splits):
+    """Return the numbers of samples for training, validation and test; None: there is no such split."""
+    return [None if part is None else len(part) for part in splits[:3]]
 
 
 def tokens_of(split):

@@ -229,7 +229,7 @@ def test_strings():
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text, why",
     [
         ("", "only 'rand'"),
         ("rand", "magnitude, m<0 to 10>, is missing"),

@@ -37,7 +37,7 @@ def configured(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("look_up", "proxies", "offline"),
+    "look_up, proxies, offline",
     [(away, {}, True), (lambda *args: [], {}, False), (away, {"https": "http://proxy"}, False)],
     ids=["no network", "network", "a proxy"],
 )

@@ -2,11 +2,10 @@
 
 import string
 
-import pytest
-
 from data.text.shakespeare import TinyShakespeare, TinyShakespeareConfig
-from lion.config import ConfigError
 from lion.samples.order import Drawn
+
+from .helpers import refused
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_letters
 
@@ -31,5 +30,6 @@ def test_another_split_is_not_published():
 
 def test_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no file .*tinyshakespeare/input.txt .*karpathy/char-rnn"):
-        TinyShakespeare(TinyShakespeareConfig()).prepare()
+    refused(
+        r"no file .*tinyshakespeare/input.txt .*karpathy/char-rnn", TinyShakespeare(TinyShakespeareConfig()).prepare
+    )

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from data.splits import by_split, split_of
-from lion.config import ConfigError
+
+from .helpers import refused
 
 NAMES = {
     "train": "ptb.train.txt Train.txt TRAIN.csv training.txt a_train.jsonl train2017.txt trainSet.tsv "
@@ -27,8 +28,7 @@ def test_a_split_is_a_word_of_a_name(split):
 
 
 def test_names_of_several_splits_are_refused():
-    with pytest.raises(ConfigError, match=r"train_test.csv: names several splits \(test, train\)"):
-        split_of(Path("train_test.csv"))
+    refused(r"train_test.csv: names several splits \(test, train\)", split_of, Path("train_test.csv"))
     assert split_of(Path("train-test-split/test/1.csv")) == "test"
 
 

@@ -6,9 +6,10 @@ import torch
 
 from data import dataset
 from data.synthetic.base import Shape
-from lion.config import ConfigError
 from lion.samples.labels import UNLABELLED
 from tools.compose import build_data, resolve
+
+from .helpers import refused
 
 RECIPES = ("recall_softmax", "selective_copy_softmax")
 SMALL = ("data.samples=60", "data.held_out=20", "data.length=24", "data.items=[2,5]", "data.shapes=[40x7]")
@@ -38,7 +39,7 @@ def solve_copy(tokens):
 
 
 @pytest.mark.parametrize("sides", ["both", "before"])
-@pytest.mark.parametrize(("recipe", "solve"), list(zip(RECIPES, (solve_recall, solve_copy))))
+@pytest.mark.parametrize("recipe, solve", list(zip(RECIPES, (solve_recall, solve_copy))))
 def test_labels_follow_from_the_definition(recipe, solve, sides):
     seen = set()
     for tokens, labels in samples(recipe, f"data.sides={sides}"):
@@ -72,7 +73,7 @@ def test_the_seed_determines_the_samples(recipe):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides, message",
     [
         (["data.length=8", "data.items=[5]"], "nearest: 4"),
         (["data.shapes=[8x5]"], "nearest: 4"),
@@ -84,8 +85,7 @@ def test_the_seed_determines_the_samples(recipe):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(overrides, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve("recall_softmax", [*SMALL, *overrides])
+    refused(message, resolve, "recall_softmax", [*SMALL, *overrides])
 
 
 def test_a_batch_is_int64():

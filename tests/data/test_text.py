@@ -30,15 +30,14 @@ from data.text.layouts import Packed
 from data.text.prepare import load_or_make_tokenizer
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
-from lion.config import ConfigError
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, here, printed, refuse
 from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve
 
-from .helpers import GONE, edit_manifest, opened, refusal, tokens_of
+from .helpers import GONE, edit_manifest, opened, refusal, refused, tokens_of
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 WORDS = "lion reads text in both directions at once , the mask decays and the sum is kept é ü 日本".split()
@@ -221,8 +220,7 @@ def test_a_word_without_end_is_named_with_its_file(tmp_path, monkeypatch):
     assert tokenizer.encode("a" * 20) and tokenizer.encode("a" * 15 + " " + "b" * 19)
     long = lines_set(tmp_path, [*sentences(5), "a" * 21], tokenizer="bpe", vocabulary=300)
     said = r"text\.txt: tokenizer 'bpe' cannot encode 'a+': .* cut 21 characters, at most 20 are encoded at once$"
-    with pytest.raises(ConfigError, match=said):
-        long.prepare()
+    refused(said, long.prepare)
     assert len(open_tokenizer("bytes").encode("a" * 100)) == 100
 
 
@@ -230,10 +228,8 @@ def test_a_tokenizer_that_is_not_there_has_a_hint_where_its_name_is_wrong(tmp_pa
     monkeypatch.setenv("LION_DATA", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     said = r"no 'bert-base-uncased' in .*, and it cannot be loaded from the Hub \([^;]*\)$"
-    with pytest.raises(ConfigError, match=said):
-        open_tokenizer("bert-base-uncased")
-    with pytest.raises(ConfigError, match=r"\); did you mean 'gpt2'\?$"):
-        open_tokenizer("gpt3")
+    refused(said, open_tokenizer, "bert-base-uncased")
+    refused(r"\); did you mean 'gpt2'\?$", open_tokenizer, "gpt3")
 
 
 # a corpus in shards
@@ -323,16 +319,16 @@ def test_tables_are_read_by_their_column_without_descriptions_beside_them(tmp_pa
     (folder / "README.md").write_text("what these data are\n")
     assert texts_of(bytes_set(tmp_path, folder)) == set(lines)
     assert "README.md is not read" in caplog.text
-    with pytest.raises(ConfigError, match=r"no column 'txt' in .*did you mean 'text'"):
-        bytes_set(tmp_path, folder, column="txt").prepare()
+    refused(r"no column 'txt' in .*did you mean 'text'", bytes_set(tmp_path, folder, column="txt").prepare)
 
 
 @pytest.mark.parametrize("value", ['{"a": [1, 2]}', "5", "true", '["a", "b"]', "1.5"])
 def test_a_value_that_is_not_text_is_refused(tmp_path, value):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{{"text": "two"}}\n{{"text": {value}}}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl: column 'text' holds .*, not text; set data\.column to another"):
-        bytes_set(tmp_path, path).prepare()
+    refused(
+        r"a\.jsonl: column 'text' holds .*, not text; set data\.column to another", bytes_set(tmp_path, path).prepare
+    )
 
 
 def test_rows_and_tables_without_text_are_left_out(tmp_path):
@@ -512,12 +508,10 @@ def test_unfinished_parts_are_named(tmp_path):
     np.savez(part, other=np.zeros(3))
     for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):
         part.write_bytes(odd)
-        with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
-            source.prepare()
+        refused(rf"^{part}: not a finished part .*; remove it", source.prepare)
     part.unlink()
     part.mkdir()
-    with pytest.raises(ConfigError, match=rf"^{part}: not a finished part .*; remove it"):
-        source.prepare()
+    refused(rf"^{part}: not a finished part .*; remove it", source.prepare)
     part.rmdir()
     assert prepared(source).check()
 
@@ -527,12 +521,10 @@ def test_a_name_of_a_tokenizer_that_cannot_be_read_is_named(tmp_path):
     parts = begun(source)
     said = rf"^{parts / 'name'}: not the name of a tokenizer .*; remove {parts} and"
     (parts / "name").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=said):
-        source.prepare()
+    refused(said, source.prepare)
     (parts / "name").unlink()
     (parts / "name").mkdir()
-    with pytest.raises(ConfigError, match=said):
-        source.prepare()
+    refused(said, source.prepare)
 
 
 @pytest.mark.parametrize("kind", ["", ".parts", ".partial"])
@@ -541,8 +533,7 @@ def test_a_file_where_a_folder_is_to_be_is_named(tmp_path, kind):
     file = source.folder.with_name(source.folder.name + kind)
     file.parent.mkdir()
     file.write_text("kept")
-    with pytest.raises(ConfigError, match=rf"^{file}: exists and is not a folder; remove it"):
-        source.prepare()
+    refused(rf"^{file}: exists and is not a folder; remove it", source.prepare)
     assert file.read_text() == "kept"
 
 
@@ -811,8 +802,10 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
         raise ConnectionError("no route\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", away)
-    with pytest.raises(ConfigError, match=r"'allenai/c4' is not a local file.*ConnectionError: no route\)"):
-        text_set(tmp_path, "c4", tokenizer="bytes").prepare()
+    refused(
+        r"'allenai/c4' is not a local file.*ConnectionError: no route\)",
+        text_set(tmp_path, "c4", tokenizer="bytes").prepare,
+    )
     assert not list((tmp_path / "root").glob("*[0-9a-f]"))
 
 
@@ -823,8 +816,7 @@ def test_a_run_of_another_vocabulary_is_refused(tmp_path):
     info = prepared(lines_set(tmp_path, sentences(20))).build().info
     there = make_tokenizer("characters", ["abc"], 0)
     then = TextInfo(there.vocabulary, 16, "characters", there.fingerprint).to_dict()
-    with pytest.raises(ConfigError, match=r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'"):
-        info.check_same("run x", then)
+    refused(r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'", info.check_same, "run x", then)
     swapped = {**info.to_dict(), "fingerprint": "0" * 64}  # as many ids, but for other tokens
     assert not info.shares_heads(swapped)
     assert "fingerprint 000000000000" in refusal(info.check_same, "run x", swapped)
@@ -895,8 +887,7 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(files, settings, message,
     for name, content in files.items():
         Path("texts", name).write_bytes(content if isinstance(content, bytes) else content.encode())
     values = {"path": "texts", "document": "line", "tokenizer": "bytes", **settings}
-    with pytest.raises(ConfigError, match=message):
-        text_set(tmp_path, **values).prepare()
+    refused(message, text_set(tmp_path, **values).prepare)
     if message.startswith("no t"):
         assert [path.suffix for path in Path("root").iterdir()] == [".lock"]
 
@@ -968,8 +959,14 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
     file = recipe_of_lines(tmp_path, sentences(20), pack=pack)
     held = prepared(data.dataset("text")(resolve(file).data)).folder / "train.bin"
     held.write_bytes(b"\xff\xff" * (held.stat().st_size // 2))  # the size is right
-    with pytest.raises(ConfigError, match=r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE"):
-        here("train", file, "trainer.compile=false", "--no-eval")
+    refused(
+        r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE",
+        here,
+        "train",
+        file,
+        "trainer.compile=false",
+        "--no-eval",
+    )
 
 
 def test_too_little_text_for_a_sample_is_refused(tmp_path):
@@ -985,13 +982,11 @@ def test_too_little_text_for_a_sample_is_refused(tmp_path):
 def test_a_worker_that_dies_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "SHARD", 200)
     monkeypatch.setattr(pool, "start_worker", os._exit)
-    with pytest.raises(ConfigError, match=r"a process died.*finished parts are kept"):
-        lines_set(tmp_path, sentences(50), workers=2).prepare()
+    refused(r"a process died.*finished parts are kept", lines_set(tmp_path, sentences(50), workers=2).prepare)
 
 
 def test_a_set_that_needs_nothing_says_so(tmp_path, capsys):
-    assert here("prepare", "quickstart") == 0
-    assert "'digits' needs no preparation" in capsys.readouterr().out
+    assert "'digits' needs no preparation" in printed(capsys, "prepare", "quickstart")
 
 
 def test_tokens_of_a_large_vocabulary_take_four_bytes(tmp_path):
@@ -1045,8 +1040,7 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
         (other, "raw", "train", r"data.subset: .* has small, "),
         (plain, None, "extra", r"no files of split 'extra', only of test, train, validation"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            texts(path, subset, split)
+        refused(message, texts, path, subset, split)
 
 
 def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):

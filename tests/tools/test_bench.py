@@ -16,7 +16,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.ops import linear_attention
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, assert_in, here, refuse
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes
@@ -235,7 +235,7 @@ def test_the_papers_flops():
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "tokens", "text"),
+    "first, second, tokens, text",
     [
         ((100, 4.0), (400, 0.25), 200, "200"),
         ((100, 0.5), (1600, 2.0), 400, "400 (slower above)"),
@@ -294,15 +294,15 @@ def test_markdown_and_table(tmp_path):
     both = row(**{"pass": "both"}, compiled=False, peak_bytes=None)
     report = report_of(tmp_path, (row(128, 0.5), row(), sdpa(), both))
     text = report.markdown()
-    for words in (
+    assert_in(
+        text,
         "float32, 2 heads of 8, about 48 tokens a batch, or one sequence, without torch.compile",
         "1 GFLOP/s in a large product, 1.0 GB/s in a large copy",
         "| 64 | SDPA |  | 4.00 | 1.00 | 2.00 | 1.00 | 2.0 | 3.00 |  |",
         "| 64 | lion_s | chunk 8 | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | 3.00 | 1e-07 |",
         "| 64 | lion_s | chunk 8* | 8.00 | 2.00 | 2.00 | 1.00 | 4.0 | - | 1e-07 |",
         "| lion_s | chunk 8 | 91 | > 64 |",
-    ):
-        assert words in text, words
+    )
     assert text.index("### Forward\n") < text.index("### Forward and backward") < text.index("### Crossover")
     assert "Crossover with SDPA" in report.terminal()
     assert "chunk 8*" in report.terminal()
@@ -430,7 +430,7 @@ def fail(job, send):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(("work", "said"), [(die, "its process ended with exit code 3"), (fail, "no such thing")])
+@pytest.mark.parametrize("work, said", [(die, "its process ended with exit code 3"), (fail, "no such thing")])
 def test_a_process_that_dies_or_raises_is_one_line(work, said, monkeypatch):
     monkeypatch.setattr(processes.multiprocessing, "get_context", lambda kind: CONTEXT)
     assert processes.in_a_process(work, JOB, print) == said

@@ -75,7 +75,7 @@ def test_the_report(measured):
     assert (out / "generate.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("mixer", "mode"), [(SOFTMAX, "kv"), ("lion_s", "rnn")])
+@pytest.mark.parametrize("mixer, mode", [(SOFTMAX, "kv"), ("lion_s", "rnn")])
 def test_what_is_timed_is_what_generation_does(mixer, mode):
     task, config = generate.models([f"shakespeare_char_{mixer}"])[mixer]
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import assert_in, here, refuse, tiny_recipe
 from tools import probe
 from tools.bench import engine, inference
 from tools.bench.blockwise import mix_blockwise
@@ -211,8 +211,7 @@ def test_the_inference_command(run, tmp_path, in_this_process, capsys):
     assert here(*command, "--form", "rnn", "--against", other) == 0  # a table of its own
     text = (tmp_path / "inference.md").read_text()
     assert text.count("\n## ") == 2
-    for words in ("; softmax is other\n", "| 16 | 17 | rnn 4 |", "](inference_tiny.png)"):
-        assert words in text, words
+    assert_in(text, "; softmax is other\n", "| 16 | 17 | rnn 4 |", "](inference_tiny.png)")
     figures = pytest.importorskip("matplotlib.figure")
     assert (tmp_path / "inference_tiny.png").read_bytes().startswith(b"\x89PNG")
     own = [row for row in rows_of(tmp_path) if row["form"] in ("full", "chunk")]

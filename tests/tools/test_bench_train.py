@@ -11,7 +11,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.layers.mixers import Attention
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, assert_in, here, printed, refuse
 from tools.bench import engine, train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
@@ -74,7 +74,7 @@ def shape_of(recipe):
 
 
 @pytest.mark.parametrize(
-    ("row", "ratio"),
+    "row, ratio",
     [
         (vit_row("lion_lit"), "0.74"),
         (vit_row("lion_d"), "1.49"),
@@ -112,7 +112,7 @@ def test_the_papers_ratio_of_hydra_is_that_to_deit():
     assert train.against_cell(row) == "1.99 x deit_small_softmax (paper: 2.50)"
 
 
-@pytest.mark.parametrize(("size", "ratio"), [("tiny", "9.48"), ("small", "14.95"), ("base", "10.86")])
+@pytest.mark.parametrize("size, ratio", [("tiny", "9.48"), ("small", "14.95"), ("base", "10.86")])
 def test_the_papers_ratios_of_vim_are_those_to_deit(size, ratio):
     model = resolve(f"vim_{size}").model
     row = vit_row(model.label(), model.shape())
@@ -209,10 +209,8 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
     def rows_in(folder):
         return json.loads((folder / "train.json").read_text())["rows"]
 
-    assert here(*command) == 0
-    out = capsys.readouterr().out
-    for words in ("lion_s", train.FLOOR, "x softmax"):
-        assert words in out, words
+    out = printed(capsys, *command)
+    assert_in(out, "lion_s", train.FLOOR, "x softmax")
     assert sorted(row["mixer"] for row in rows_in(tmp_path)) == models
     own = tmp_path / "own"
     assert here(*common, own, "--set", *TINY, "data.image_size=[48, 48]") == 0
@@ -222,12 +220,12 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
     assert found == sorted([*models, *models[1:], "lion_s chunk"])
     text = (tmp_path / "train.md").read_text()
     assert text.count("\n## ") == 2
-    for words in (
+    assert_in(
+        text,
         "model.attention.form=chunk model.mlp_ratio=2\n",
         "| lion_s chunk | ",
         "32 px (5 tokens), batch 2, vit, dim 12",
-    ):
-        assert words in text, words
+    )
     (tmp_path / "train.json").write_text("[]")
     capsys.readouterr()
     assert "not a report of this command" in refuse(capsys, *command)
@@ -302,7 +300,7 @@ def test_a_step_clips(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("part", "text"),
+    "part, text",
     [("model.dropout", "heads, dropout 0.1,"), ("model.attention.score_dropout", "heads, score dropout 0.1,")],
 )
 def test_dropout_is_part_of_the_shape(part, text):

@@ -10,7 +10,7 @@ from data.text.tokenizers import open_tokenizer
 from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
 from lion.runs import open_folder
-from tests.helpers import here, refuse
+from tests.helpers import here, printed, refuse
 from tests.tools.untrained import text_info, untrained
 from tools.compose import resolve
 
@@ -100,8 +100,7 @@ def test_log_likelihoods_are_those_of_one_choice_at_a_time(runs, file, mixer):
 @pytest.mark.parametrize("mixer", ["softmax", "lion_s"])
 @pytest.mark.slow
 def test_accuracies_by_hand(runs, file, mixer, capsys):
-    assert here("eval", runs[mixer], "--choices", file) == 0
-    out = capsys.readouterr().out.splitlines()
+    out = printed(capsys, "eval", runs[mixer], "--choices", file).splitlines()
     questions, model = read_questions(file), lion.load(runs[mixer], compile=False)
     right = [0, 0, 0]  # by the sum of log-likelihoods, by bytes of a choice, by its tokens with the blank
     for question, scores in zip(questions, by_hand(model, questions)):

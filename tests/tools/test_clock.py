@@ -33,7 +33,7 @@ def timed(**changes) -> dict:
 ESTIMATES = [estimated()]
 
 
-@pytest.mark.parametrize(("device", "target"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")])
+@pytest.mark.parametrize("device, target", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200")])
 def test_estimates_are_scaled_to_the_timed_batch_and_the_bandwidth(device, target):
     own, softmax = clock.estimate(timed(device=device), ESTIMATES).values()
     assert own == pytest.approx(3 * 4e8 / TARGETS[target].bandwidth + 16e-6)

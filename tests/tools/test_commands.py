@@ -31,7 +31,7 @@ from lion.trainer.checkpoint_files import load_state
 from lion.trainer.optim import OptimConfig
 from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import MATMUL
-from tests.helpers import ROOT, here, pictures, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, assert_in, here, pictures, printed, refuse, state_of, tiny_recipe
 from tests.processes import CONTEXT
 from tools import checks, external, options, predict, train
 from tools.cli import one_line, run_command
@@ -103,8 +103,7 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
     assert summary["metric"] == "top1" and summary["split"] == "test" and summary["value"] > 0.9
     check_forms(summary, {"full"})
     assert str(folder) in done.stdout and "tensorboard --logdir" in done.stdout
-    for part in ("loss=", "images/s=", "lr="):
-        assert part in done.stderr
+    assert_in(done.stderr, "loss=", "images/s=", "lr=")
     assert done.stderr.count("step/s") < 20  # of 128 steps: without a terminal, the progress bar is drawn rarely
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__
@@ -126,8 +125,7 @@ def test_quickstart_learns_and_leaves_a_complete_run(quickstart):
 def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quickstart, capsys, monkeypatch):
     root, done = quickstart
     recipe = [ROOT / "recipes/quickstart.yaml", f"run.root={root}", *QUICK]
-    assert here("train", *recipe, "trainer.epochs=8") == 0
-    first, _, summary = capsys.readouterr().out.partition("\n")
+    first, _, summary = printed(capsys, "train", *recipe, "trainer.epochs=8").partition("\n")
     assert first == f"{root / 'quickstart'} is complete, nothing to train; --fresh starts anew"
     assert summary.strip() == done.stdout[done.stdout.index("form ") :].strip()
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):  # torchrun --nproc-per-node=1
@@ -135,16 +133,16 @@ def test_a_finished_run_prints_its_summary_and_a_changed_one_is_refused(quicksta
     assert here("train", *recipe, "trainer.epochs=8") == 0 and "is complete" in capsys.readouterr().out
     monkeypatch.delenv("RANK")
     changed = refuse(capsys, "train", *recipe, "trainer.epochs=9", "optim.lr=1e-3", "trainer.log_every=3")
-    for part in ("optim.lr: 0.002 -> 0.001", "trainer.epochs: 8.0 -> 9.0", "run.name=", "--fresh"):
-        assert part in changed
+    assert_in(changed, "optim.lr: 0.002 -> 0.001", "trainer.epochs: 8.0 -> 9.0", "run.name=", "--fresh")
     assert "log_every" not in changed
 
 
 @pytest.mark.slow
 def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     folder = quickstart[0] / "quickstart"
-    assert here("eval", folder, "--form", "rnn", "--chunk-size", "64", "--eager") == 0
-    header, _, row, note = capsys.readouterr().out.strip().splitlines()
+    header, _, row, note = (
+        printed(capsys, "eval", folder, "--form", "rnn", "--chunk-size", "64", "--eager").strip().splitlines()
+    )
     assert header.split() == ["form", "top-1", "%", "samples/s", "peak", "memory", "deviation"]
     assert row.startswith("rnn (64)") and "weights" in note
 
@@ -154,8 +152,10 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     files = [tmp_path / f"{i}.png" for i in range(64)]
     for file, values in zip(files, pixels):
         Image.fromarray((values.reshape(8, 8) * 15.9).astype("uint8")).save(file)
-    assert here("predict", folder, *files, "--form", "rnn", "--eager") == 0
-    table = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
+    table = [
+        line.split()[:2]
+        for line in printed(capsys, "predict", folder, *files, "--form", "rnn", "--eager").splitlines()[2:]
+    ]
     guesses = [int(guess) for _, guess in table]
     assert sum(guess == label for guess, label in zip(guesses, labels)) >= 56
     photos = tmp_path / "photos"
@@ -203,8 +203,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_small_run_has_the_weights_without_the_optimizer(quickstart, tmp_path, capsys):
     folder, small = quickstart[0] / "quickstart", tmp_path / "small"
-    assert here("export", folder, small, "--format", "run") == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, "export", folder, small, "--format", "run")
     assert re.search(r"parameters, without the state of the optimizer; [\d.]+ MB$", said.strip())
 
     def size(path):
@@ -257,8 +256,10 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
         file = tmp_path / f"{i}.txt"
         file.write_text(word)
         rows.append([str(file), word])
-    assert here("predict", tmp_path, *[file for file, _ in rows], "--eager") == 0
-    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == rows
+    assert [
+        line.split()
+        for line in printed(capsys, "predict", tmp_path, *[file for file, _ in rows], "--eager").splitlines()[2:]
+    ] == rows
     assert here("predict", tmp_path, rows[3][0], tmp_path / "gone.txt", "--eager") == 2
     assert capsys.readouterr().out.splitlines()[2:] == [f"{rows[3][0]}   dddd"]
 
@@ -270,8 +271,7 @@ def test_predict_takes_the_form_and_the_compilation_of_the_run(tmp_path, monkeyp
     Image.new("L", (8, 8), 99).save(tmp_path / "grey.png")
     monkeypatch.setattr(predict, "compile_blocks", lambda *_, **__: pytest.fail("compiled"))
     capsys.readouterr()
-    assert here("predict", run, tmp_path / "grey.png") == 0
-    assert "grey.png" in capsys.readouterr().out
+    assert "grey.png" in printed(capsys, "predict", run, tmp_path / "grey.png")
 
 
 @pytest.mark.slow
@@ -318,15 +318,15 @@ def test_init_from_keeps_what_fits_and_interpolates_positions(tmp_path, caplog, 
 @pytest.mark.slow
 def test_show_and_list():
     text = "\n".join(first_parts(3, "deit_small_lion_s", processes=4))
-    for part in (
+    assert_in(
+        text,
         "mixer: lion_s",
         "22,002,736",
         "375,300",
         "1024 = 4 processes x 1 accumulated x 256",
         "GB of state",
         "MFLOP",
-    ):
-        assert part in text
+    )
     table = mixer_table()
     assert all(row[0] in table for row in mixer_rows())
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from lion.layers.mixers import MIXERS, LionAttention
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, here, printed, refuse
 from tests.tools.conform_layers import FAULTS, Attention, BorderLeak, CompileFault, FirstRow, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
@@ -44,7 +44,7 @@ def mixer(name, direction, more=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "direction", "more"), SOME_CASES, ids=str)
+@pytest.mark.parametrize("name, direction, more", SOME_CASES, ids=str)
 def test_our_mixers_pass(name, direction, more):
     results = examine(mixer(name, direction, more), EAGER)
     assert not [(r.name, r.detail) for r in results if r.status == FAILS]
@@ -123,8 +123,7 @@ def test_table_json_and_exit_code(tmp_path, capsys):
     checks = {check["name"]: check for check in held["checks"]}
     assert checks["padding"]["result"] == "fails" and checks["padding"]["value"] > checks["padding"]["limit"]
     assert len(checks["padding"]["measures"]) == 6 and checks["steps equal whole"]["value"] is None
-    assert here("conform", f"{LAYERS}:Streaming", "--causal", "--eager") == 0
-    assert "17 hold, 0 fail, 0 not offered" in capsys.readouterr().out
+    assert "17 hold, 0 fail, 0 not offered" in printed(capsys, "conform", f"{LAYERS}:Streaming", "--causal", "--eager")
 
 
 def test_errors_and_nan_of_a_layer_are_failures(tmp_path, capsys):
@@ -150,8 +149,7 @@ def adapter(tmp_path):
 
 def test_attention_of_pytorch_passes_with_the_adapter_of_the_readme(adapter, capsys):
     call = ("conform", "torch.nn:MultiheadAttention", "--init", "embed_dim=16,num_heads=2,batch_first=true", "--eager")
-    assert here(*call, "--adapter", adapter) == 0
-    assert "12 hold, 0 fail, 5 not offered" in capsys.readouterr().out
+    assert "12 hold, 0 fail, 5 not offered" in printed(capsys, *call, "--adapter", adapter)
     layer = "\n\ndef layer():\n    return torch.nn.MultiheadAttention(16, 2, batch_first=True)\n"
     adapter.write_text(adapter.read_text() + layer)
     assert open_subject(f"{adapter}:layer").fresh().offers == {"valid"}  # the adapter is in the file of the layer
@@ -186,7 +184,7 @@ BAD = [  # words of the command line, expected message
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), BAD)
+@pytest.mark.parametrize("words, message", BAD)
 def test_bad_input_is_one_line(words, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert message in refuse(capsys, "conform", *words.split())

@@ -14,7 +14,7 @@ from torch import nn
 import lion
 from lion.runs import init_from, open_run
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
-from tests.helpers import ROOT, here, refuse, state_of
+from tests.helpers import ROOT, here, printed, refuse, state_of
 from tools import convert as converting
 
 KINDS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}
@@ -170,7 +170,7 @@ def apart(model, other, seed=0):
     return (a - b).abs().max().item()
 
 
-@pytest.mark.parametrize(("kind", "order", "position", "readout"), CASES)
+@pytest.mark.parametrize("kind, order, position, readout", CASES)
 def test_the_logits_are_those_of_the_authors_model(kind, order, position, readout, tmp_path, capsys):
     model = theirs(kind, order, position, readout)
     settings = [f"model.readout={readout}"]
@@ -232,8 +232,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
             Image.new("RGB", (50, 60), (30 * number, 90, 200)).save(folder / "0.png")
     settings = [*SMALL, "data.workers=0", f"data.root={data}", "trainer.precision=fp32"]
     run = tmp_path / "new" / "run"
-    assert here("convert", tmp_path / "their.pth", recipe_of("Selective"), run, *settings) == 0
-    assert str(run) in capsys.readouterr().out
+    assert str(run) in printed(capsys, "convert", tmp_path / "their.pth", recipe_of("Selective"), run, *settings)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["run"]
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml"]
     converted = json.loads((run / "environment.json").read_text())["converted"]
@@ -246,10 +245,8 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     init_from(fresh, run, loaded.task.info)
     assert apart(fresh.eval(), model) < 1e-4
     picture = data / "val" / "n3" / "0.png"
-    assert here("predict", run, picture, "--top", CLASSES, "--eager") == 0
-    assert capsys.readouterr().out.count("class ") == CLASSES
-    assert here("eval", run, "--form", "full", "--eager") == 0
-    assert "top-1 %" in capsys.readouterr().out
+    assert printed(capsys, "predict", run, picture, "--top", CLASSES, "--eager").count("class ") == CLASSES
+    assert "top-1 %" in printed(capsys, "eval", run, "--form", "full", "--eager")
 
 
 def test_as_many_patches_in_another_shape_fit(tmp_path):
@@ -272,7 +269,7 @@ TOLD = [  # what a training recorded, the recipe and settings that contradict it
 ]
 
 
-@pytest.mark.parametrize(("kind", "cls", "name", "recipe", "settings", "message"), TOLD)
+@pytest.mark.parametrize("kind, cls, name, recipe, settings, message", TOLD)
 def test_recorded_settings_of_training_are_compared_with_the_recipe(
     kind, cls, name, recipe, settings, message, tmp_path, capsys
 ):
@@ -311,7 +308,7 @@ OTHERS = [  # settings of a recipe of Lit; what a line says, and its hint
 
 
 @pytest.mark.parametrize(
-    ("kind", "order", "recipe", "settings", "seen", "hint"),
+    "kind, order, recipe, settings, seen, hint",
     MISFITS + [("Lit", "Normal", "Lit", *other) for other in OTHERS],
 )
 def test_a_recipe_of_another_model_is_refused(kind, order, recipe, settings, seen, hint, tmp_path, capsys):

@@ -7,7 +7,7 @@ from torch import nn
 
 import lion
 from data.text.tokenizers import make_tokenizer
-from tests.helpers import here, refuse
+from tests.helpers import printed, refuse
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 DIM, DEPTH, STATE, HEADS, WIDTH = 16, 2, 4, 2, 7
@@ -107,8 +107,7 @@ def test_the_logits_are_theirs(composer, theirs, tokenizer, tmp_path, capsys):
     if composer:
         weights = {"state": {"model": {f"model.{name}": value for name, value in weights.items()}}}
     torch.save(weights, tmp_path / "their.pt")
-    assert here(*command(tmp_path)) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *command(tmp_path))
     assert "hydra" in out and "taken from the recipe: model.norm_eps=1e-12" in out
     ours = lion.load(tmp_path / "run", compile=False).double().eval()
     tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))

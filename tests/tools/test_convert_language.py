@@ -15,7 +15,7 @@ import lion
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
-from tests.helpers import here, refuse, state_of
+from tests.helpers import here, printed, refuse, state_of
 from tests.tools.untrained import untrained
 from tools.compose import resolve
 from tools.convert.bert import BertConverter
@@ -266,8 +266,9 @@ def test_the_run_keeps_its_tokenizer_and_gives_it_back(run, tmp_path, capsys):
     tokenizer = TOKENIZERS["bert"]
     assert open_run(run).task.info.fingerprint == tokenizer.fingerprint
     (tmp_path / "text.txt").write_text("\n".join(TEXT * 20))
-    assert here("eval", run, f"data.path={tmp_path / 'text.txt'}", f"data.root={tmp_path / 'data'}", "--eager") == 0
-    assert "MLM accuracy" in capsys.readouterr().out
+    assert "MLM accuracy" in printed(
+        capsys, "eval", run, f"data.path={tmp_path / 'text.txt'}", f"data.root={tmp_path / 'data'}", "--eager"
+    )
     run = shutil.copytree(run, tmp_path / "moved")
     assert here("predict", run, "the capital of [MASK] is paris.") == 0
     assert here("export", run, tmp_path / "named", f"data.tokenizer={run / 'their.json'}") == 0
@@ -285,8 +286,7 @@ def test_the_run_keeps_its_tokenizer_and_gives_it_back(run, tmp_path, capsys):
 
 def test_gpts_generate_and_are_given_back_with_their_tokenizer(tmp_path, capsys):
     run = convert(saved(tmp_path / "their", gpt()), tmp_path / "run", kind="gpt")
-    assert here("generate", run, "--prompt", "To be", "--tokens", 3, "--temperature", 0) == 0
-    text = capsys.readouterr().out.splitlines()[-1]
+    text = printed(capsys, "generate", run, "--prompt", "To be", "--tokens", 3, "--temperature", 0).splitlines()[-1]
     assert here("export", run, tmp_path / "back") == 0
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
@@ -373,7 +373,7 @@ def refused(capsys, folder, kind, *settings):
     return line
 
 
-@pytest.mark.parametrize(("kind", "change", "message"), CONFIGS)
+@pytest.mark.parametrize("kind, change, message", CONFIGS)
 def test_other_models_are_refused(kind, change, message, tmp_path, capsys):
     folder = saved(tmp_path / "their", MODELS[kind]())
     settings = [change]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lion
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, printed, refuse
 from tests.tools.test_convert import Part
 
 DIM, DEPTH, SIDE, PATCH, CLASSES, STATE, RANK = 48, 2, 5, 8, 7, 16, 3
@@ -74,8 +74,7 @@ def model():
 
 def test_the_logits_are_those_of_the_published_model(model, tmp_path, capsys):
     torch.save({"model": model.state_dict()}, tmp_path / "their.pth")
-    assert here("convert", tmp_path / "their.pth", RECIPE, tmp_path / "run", *SMALL) == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, "convert", tmp_path / "their.pth", RECIPE, tmp_path / "run", *SMALL)
     counted = f"{sum(p.numel() for p in model.parameters()):,} parameters, {CLASSES} classes, 2 blocks of width 48"
     assert f"run: vim, {counted}" in said
     assert said.endswith("from the recipe: model.cls_place=middle, data.mean, data.std\n")
@@ -102,7 +101,7 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "message"), MISFITS)
+@pytest.mark.parametrize("setting, message", MISFITS)
 def test_another_size_is_refused(setting, message, model, tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / "their.pth")
     line = refuse(capsys, "convert", tmp_path / "their.pth", RECIPE, tmp_path / "run", *SMALL, setting)
@@ -121,7 +120,7 @@ def test_the_recipe_of_a_published_size_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    "name, value, message",
     [
         ("layers.0.mixer.A_b_log", None, "no layers.0.mixer.A_b_log with 2 axes: not a classifier of Vim with two"),
         ("layers.1.mixer.gamma", torch.ones(DIM), "no place for layers.1.mixer.gamma"),

@@ -22,7 +22,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.trainer.compilation import missing_compiler
-from tests.helpers import ROOT, here, refuse
+from tests.helpers import ROOT, assert_in, here, refuse
 from tests.test_docs import blocks
 from tests.tools.untrained import text_info, untrained
 from tools.cli import one_line
@@ -113,12 +113,12 @@ def test_a_process_without_lion_runs_programs_of_torch_export(folder, capsys):
     ):
         export(folder, name, out, "pt2", *options)
     said = capsys.readouterr().out
-    for line in (
+    assert_in(
+        said,
         "tokens (batch, length), mask (batch, length), logits (batch, length, 261), at most 4031 tokens",
         "times (batch), labels (batch), noise (batch, 1, 8, 8);",
         "tokens (batch, 1), mask (batch, 1), position (batch), blocks_0_S (batch, 2, 8, 8)",
-    ):
-        assert line in said
+    )
     torch.manual_seed(1)
     images = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
     rows = []
@@ -319,7 +319,7 @@ def test_programs_in_python_and_cpp_run_packages_of_aotinductor(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name, expected",
     [
         ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
         ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),

@@ -25,7 +25,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.transformers import LionForCausalLM
-from tests.helpers import here, refuse, state_of, tiny_recipe
+from tests.helpers import assert_in, here, printed, refuse, state_of, tiny_recipe
 from tests.tools.untrained import text_info, untrained
 from tools.compose import describe_data, make_task, resolve
 from tools.export.hub import image_processor
@@ -86,8 +86,7 @@ def same_run(run, other):
 @torch.no_grad()
 def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
     run, tokenizer = text_run(tmp_path, kind)
-    assert here("export", run, tmp_path / "out") == 0
-    assert "lion_s" in capsys.readouterr().out
+    assert "lion_s" in printed(capsys, "export", run, tmp_path / "out")
     model = reloaded({"bert": "MaskedLM", "gpt": "CausalLM"}[kind], tmp_path / "out")
     words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert words.padding_side == {"bert": "right", "gpt": "left"}[kind]
@@ -200,8 +199,7 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
     assert result["dataset"]["split"] == "test" and "pipeline_tag" not in head
     assert head["license"] == "mit" and "\npip install '.[transformers]'  # in a clone of the package\n" in card
-    for part in ("\nfull ", "\nchunk (64) ", "\nrnn (1) ", "digits", "## Licence", "(recipe.yaml)"):
-        assert part in card
+    assert_in(card, "\nfull ", "\nchunk (64) ", "\nrnn (1) ", "digits", "## Licence", "(recipe.yaml)")
     Image.fromarray(pixels).convert("RGB").save(out / "image.png")
     torch.testing.assert_close(run_card(out)["logits"], wanted)
     large = Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 50).convert("L")

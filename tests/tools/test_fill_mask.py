@@ -7,7 +7,7 @@ import torch
 import lion
 from data.text.tokenizers import Tokenizer, open_tokenizer
 from lion.runs import open_run
-from tests.helpers import here, refuse
+from tests.helpers import here, printed, refuse
 from tests.tools.untrained import text_info, untrained
 from tools.compose import resolve
 from tools.export.transformers import dressed
@@ -33,8 +33,7 @@ def run(tmp_path_factory):
 
 @torch.no_grad()
 def test_the_likeliest_tokens_stand_for_each_mask(run, capsys):
-    assert here("predict", run, "a[MASK]b[MASK]", "[MASK]", "--top", 2) == 0
-    _, _, *rows = capsys.readouterr().out.splitlines()
+    _, _, *rows = printed(capsys, "predict", run, "a[MASK]b[MASK]", "[MASK]", "--top", 2).splitlines()
     model, mask = lion.load(run, compile=False), BYTES.special["mask"]
     before, after = BYTES.frame
     a, b = BYTES.encode("ab")
@@ -55,8 +54,7 @@ def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, mon
     inner = tokenizers.Tokenizer.from_str(BYTES.inner.to_str())
     inner.add_special_tokens([tokenizers.AddedToken("[MASK]", lstrip=True, special=True)])
     monkeypatch.setattr("tools.fill_mask.open_tokenizer_of", lambda _: Tokenizer("bytes", inner))
-    assert here("predict", run, "a [MASK] b", "a[MASK] b", "--top", 3) == 0
-    _, _, blank, none = capsys.readouterr().out.splitlines()
+    _, _, blank, none = printed(capsys, "predict", run, "a [MASK] b", "a[MASK] b", "--top", 3).splitlines()
     assert blank.split()[3:] == none.split()[2:]
     exported = dressed(Tokenizer("bytes", inner), open_run(run).model)[0].get_added_tokens_decoder()
     assert {token.content: token.lstrip for token in exported.values()}["[MASK]"]

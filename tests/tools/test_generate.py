@@ -57,7 +57,7 @@ def text_of(capsys, *args):
     return out.out, out.err
 
 
-@pytest.mark.parametrize(("mixer", "mode"), [("softmax", "kv"), ("lion_s", "rnn")])
+@pytest.mark.parametrize("mixer, mode", [("softmax", "kv"), ("lion_s", "rnn")])
 @pytest.mark.slow
 def test_modes_write_the_same_text(runs, capsys, mixer, mode):
     greedy = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--temperature", 0]
@@ -120,7 +120,7 @@ def test_processes_read_the_prompt_together(runs, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(  # "e": as if each one waited for the next byte
-    ("mode", "unfinished"), [("attention", "e"), ("kv", "\ufffd"), ("rnn", "e")]
+    "mode, unfinished", [("attention", "e"), ("kv", "\ufffd"), ("rnn", "e")]
 )
 def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, mode, unfinished, monkeypatch):
     monkeypatch.setattr(generate, "UNFINISHED", unfinished)
@@ -332,7 +332,7 @@ def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path
     assert first + text_of(capsys, run, *asked, "--tokens", 7)[0] == whole
 
 
-@pytest.mark.parametrize(("number", "compiling"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+@pytest.mark.parametrize("number, compiling", [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monkeypatch, number, compiling):
     """Send a signal after the fourth token or during the fifth, whose compilation then fails."""
     run, asked = runs["lion_s"], ["--seed", 1, "--state", tmp_path / "state.pt"]

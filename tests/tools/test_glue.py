@@ -20,7 +20,7 @@ from data.text.glue import TASKS
 from lion.config import ConfigError, to_dict
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import init_from, lock_run, open_run
-from tests.helpers import glue_folder, here, refuse
+from tests.helpers import assert_in, glue_folder, here, printed, refuse
 from tests.tools.queues import Forked, command_here
 from tools import __main__ as commands
 from tools import jobs as queue
@@ -156,7 +156,7 @@ def test_a_task_is_a_recipe_of_its_own(run):
 
 
 @pytest.mark.parametrize(
-    ("override", "cola", "rte"),
+    "override, cola, rte",
     [((), 1e-6, 1e-6), (["optim.lr=4e-5"], 1e-6, 1e-6), (["optim.weight_decay=0.3"], 3e-6, 0.3)],
 )
 def test_another_learning_rate_leaves_the_decay_of_a_step(run, override, cola, rte):
@@ -201,8 +201,7 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     call = ["glue", run[0], "--recipe", "m2_base", f"data.path={run[1]}", "--tasks", "mnli,stsb", "--dry-run", *QUICK]
 
     def planned(*more):
-        assert here(*call, *more) == 0
-        text = capsys.readouterr().out
+        text = printed(capsys, *call, *more)
         return text, {line.split()[0]: line.split() for line in text.splitlines() if line.startswith(tuple(TASKS))}
 
     text, rows = planned()
@@ -261,7 +260,7 @@ def test_every_learning_rate_is_a_run(run):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text, said",
     [
         ("rates: [1e-5]", "rates: a recipe with rates has no single run of mnli to start from"),
         ("from_mnli: false\nrates: [1e-5, 1e-5]", "rates: expected different learning rates above 0"),
@@ -319,8 +318,7 @@ def test_rates_are_trained_and_the_best_is_reported(run, tmp_path, capsys, monke
     text = "{lr: 1e-5, weight_decay: 0, epochs: 1, optimizer: adamw, metrics: [pearson, spearman]}"
     recipe.write_text(f"length: 32\nfrom_mnli: false\nrates: [1e-2, 1e-4]\ntasks: {{stsb: {text}}}\n")
     call = ["glue", run[0], "--recipe", recipe, f"data.path={run[1]}", *QUICK[1:], "--seeds", "1", "--tasks", "stsb"]
-    assert here(*call) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *call)
     assert "0.01, 0.0001" in out
     assert "same rate for all" in out
     folder = run[0] / "glue" / "rates"
@@ -331,10 +329,8 @@ def test_rates_are_trained_and_the_best_is_reported(run, tmp_path, capsys, monke
     assert held["average"] == pytest.approx(max(first["score"], second["score"]))
     assert first["score"] == pytest.approx(100 * first["metrics"]["val pearson"])
     written = (folder / "results.md").read_text()
-    for words in ("| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "selected on the same sets"):
-        assert words in written, words
-    assert here(*call) == 0
-    assert "19 (done)" in capsys.readouterr().out
+    assert_in(written, "| stsb | Pearson |", "## Learning rates", "|task|0.01|0.0001|", "selected on the same sets")
+    assert "19 (done)" in printed(capsys, *call)
 
 
 def start(*argv, **how):
@@ -358,8 +354,7 @@ def trained(run):
 @pytest.mark.slow
 def test_a_failed_task_does_not_stop_the_others(trained):
     folder, _, said = trained
-    for words in ("cola_seed19: failed, ", "trains there now", "rte_seed19: finished, "):
-        assert words in said, words
+    assert_in(said, "cola_seed19: failed, ", "trains there now", "rte_seed19: finished, ")
     assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
 
 
@@ -376,15 +371,15 @@ def test_the_table(trained):
     assert held["rows"] == rows
     assert held["average_over"] == "tasks"
     text = (folder / "results.md").read_text()
-    for words in (
+    assert_in(
+        text,
         "| mnli | accuracy + mismatched accuracy |",
         "| average of 2 tasks |",
         "Not run: qnli, qqp, sst2, mrpc, cola, stsb; the average is not the GLUE average.",
         "Trained on a part of the training set: mnli, rte.",
         "mnli: data.length 32 in place of 128, trainer.batch_size 8 in place of 48, trainer.epochs 2.0 in place of 3.",
         "| base | softmax | m2_base | 84.63 | 64.33 | 89.99 | 89.80 | 92.51 | 86.69 | 89.62 | 60.42 | 82.25 |",
-    ):
-        assert words in text, words
+    )
 
 
 @pytest.mark.slow
@@ -427,10 +422,8 @@ def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
 @pytest.mark.slow
 def test_a_fine_tuned_run_is_evaluated_and_predicts(trained, capsys):
     run = trained[0] / "rte_seed19"
-    assert here("eval", run, "--form", "rnn", "--chunk-size", "8") == 0
-    assert "accuracy %" in capsys.readouterr().out
-    assert here("predict", run, "abc", "xyz", "a", "b", "--eager") == 0
-    header, _, first, second = capsys.readouterr().out.splitlines()
+    assert "accuracy %" in printed(capsys, "eval", run, "--form", "rnn", "--chunk-size", "8")
+    header, _, first, second = printed(capsys, "predict", run, "abc", "xyz", "a", "b", "--eager").splitlines()
     assert header.split()[:2] == ["sentence1", "sentence2"]
     assert first.split()[:2] == ["abc", "xyz"]
     assert "entailment" in second
@@ -468,9 +461,7 @@ def work(jobs, most):
     return queue.work(jobs, steps, most, title="glue", result=lambda job: "")
 
 
-@pytest.mark.parametrize(
-    ("cores", "gpus", "tasks", "threads"), [(8, 0, 6, 2), (8, 0, 2, 4), (1, 0, 2, 1), (8, 1, 2, 8)]
-)
+@pytest.mark.parametrize("cores, gpus, tasks, threads", [(8, 0, 6, 2), (8, 0, 2, 4), (1, 0, 2, 1), (8, 1, 2, 8)])
 def test_jobs_share_the_cores(run, monkeypatch, started, cores, gpus, tasks, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))

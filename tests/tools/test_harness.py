@@ -10,7 +10,7 @@ import torch
 import lion
 from lion.evaluation.choices import log_likelihoods
 from lion.evaluation.questions import Choices, encode, read_questions
-from tests.helpers import ROOT, here
+from tests.helpers import ROOT, here, printed
 from tests.test_docs import blocks
 from tests.tools.test_export import BYTES, make
 
@@ -36,8 +36,12 @@ def test_the_harness_finds_the_same_accuracies(name, tmp_path, capsys, monkeypat
     (tmp_path / "tasks" / "mine.yaml").write_text(task)
     assert here("export", run, tmp_path / "gpt") == 0
     capsys.readouterr()
-    assert here("eval", run, "--choices", "questions.jsonl", "--form", "full", "--eager") == 0
-    ours = [float(found) for found in re.findall(r"(\d+\.\d\d) \(", capsys.readouterr().out)]
+    ours = [
+        float(found)
+        for found in re.findall(
+            r"(\d+\.\d\d) \(", printed(capsys, "eval", run, "--choices", "questions.jsonl", "--form", "full", "--eager")
+        )
+    ]
     found = simple_evaluate(
         model="hf",
         model_args={

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from lion.config import ConfigError
 from lion.runs import open_folder, open_run
 from lion.samples.seeds import derive
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import here, printed, refuse, tiny_recipe
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 
@@ -85,8 +85,7 @@ def test_what_cannot_be_cut():
 
 @pytest.mark.slow
 def test_perplexity_by_hand(run, folder, tmp_path, capsys):
-    assert here("eval", run, "--lengths", "16,64", "--chunk-size", "8", "--out", tmp_path) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "eval", run, "--lengths", "16,64", "--chunk-size", "8", "--out", tmp_path)
     assert "trained at 16 tokens" in out
     assert "extrapolation.json" in out
     rows = rows_of(tmp_path)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers import here, refuse
+from tests.helpers import here, printed, refuse
 
 SHRINK = """
 model.dim=8 model.depth=1 model.num_heads=2
@@ -30,8 +30,7 @@ def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
         assert form["deviation"] < 1e-4
     assert here("train", "lra_listops_softmax_window", *SHRINK, "model.window=8") == 0
     capsys.readouterr()
-    assert here("report", "started", "lra_listops_softmax_window") == 0
-    output = capsys.readouterr().out
+    output = printed(capsys, "report", "started", "lra_listops_softmax_window")
     assert "softmax rope rotation window 8" in output
     assert "lion_s_hippo pre-trained, seed 6554595: stuck at chance" in output
 

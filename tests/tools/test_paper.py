@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 
 from lion.config import ConfigError, build, changed
-from tests.helpers import ROOT, TINY, glue_folder, here, refuse, tiny_recipe
+from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, refuse, tiny_recipe
 from tests.tools.queues import command_here
 from tools import claims, jobs, paper
 from tools import statistics as ours
@@ -201,7 +201,7 @@ def test_settings_that_are_default_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         ({"claims": [["a", "c"]]}, "claims: unknown row 'c'"),
         ({"rows": {"a": {"published": {"top-2": "1"}}, "b": {}}}, "unknown column 'top-2'"),
@@ -263,7 +263,7 @@ def lines_of(text, name):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "kind", "verdict"),
+    "a, b, kind, verdict",
     [
         ([0.9, 0.91, 0.92], [0.5, 0.51, 0.53], "claims", "confirmed"),
         ([0.5, 0.51, 0.53], [0.9, 0.91, 0.92], "claims", "contradicted"),
@@ -418,7 +418,7 @@ def test_tables_of_one_frame_and_data_share_their_noise(tmp_path, budget):
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    "values, text",
     [
         ([50.0, 51.0, 52.0], "51.00 ± 2.48 (3)"),
         ([99.6, 35.6, 100.0], "78.40 [35.60, 100.00] (3)"),
@@ -434,8 +434,7 @@ def test_intervals_that_would_leave_the_percentages_are_ranges(values, text):
 def test_published_tables_without_runs_are_on_the_page(tmp_path):
     made = table(mini=None, columns=["top-1"], rows={"a": tables.Row(recipe="quickstart", published={"top-1": "98"})})
     text = page.markdown({"t": made}, open_store(tmp_path / "none.json"), {})
-    for words in ("## T (published)", "| a | 98 | not run |", "--scale published"):
-        assert words in text, words
+    assert_in(text, "## T (published)", "| a | 98 | not run |", "--scale published")
 
 
 def test_the_page_says_how_its_runs_were_made(tmp_path):
@@ -602,8 +601,7 @@ def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
     for row in store.rows.values():
         row["distance"] = 10 * row["val"]
     text = page.markdown({"t": made}, store, {})
-    for words in ("|row|test FD-own|", "| a > b | +7.33", "| b | 8.67 ±"):
-        assert words in text, words
+    assert_in(text, "|row|test FD-own|", "| a > b | +7.33", "| b | 8.67 ±")
 
 
 def test_the_best_rows_are_fine_tuned_when_all_runs_are_finished(tmp_path):
@@ -679,8 +677,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
     runs = own.folder / "runs"
     own.run("--dry-run")
     plan = capsys.readouterr().out
-    for words in ("jobs left", "weights", " free; a run"):
-        assert words in plan, words
+    assert_in(plan, "jobs left", "weights", " free; a run")
     assert "whose data are missing" not in plan
     assert re.search(r"^own +2 +2 +[\d.]+ \w+ +[\d.]+ \w+ +0\.057 MB$", plan, re.M)
     assert not runs.exists()

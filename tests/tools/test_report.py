@@ -14,7 +14,7 @@ from lion.config import ConfigError
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import assert_in, here, printed, refuse, tiny_recipe
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
@@ -94,7 +94,7 @@ def test_the_table_holds_what_the_runs_measured(runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    "name, number",
     [
         ("cifar100_lion_s", "77.56"),
         ("deit_small_lion_s", "74.0"),
@@ -239,8 +239,7 @@ def test_rows_stand_in_the_order_of_mixers():
 @pytest.mark.slow
 def test_the_command(runs, tmp_path, capsys):
     command = ["report", *sorted(runs.iterdir()), "--out", tmp_path, "--name", "tiny"]
-    assert here(*command) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *command)
     assert "lion_s multiscan > lion_s" in out
     assert "written: " in out
     assert "## Notes" not in (tmp_path / "tiny.md").read_text()
@@ -248,14 +247,14 @@ def test_the_command(runs, tmp_path, capsys):
     assert here(*command, "--notes", tmp_path / "why.md") == 0
     text = (tmp_path / "tiny.md").read_text()
     assert text.endswith("## Notes\n\nBecause.\n")
-    for words in (
+    assert_in(
+        text,
         "| lion_s | 55.00 ± 7.07 |",
         "digits",
         "`model.attention.direction`",
         "6 steps in batches of 64",
         "## Claims of the papers",
-    ):
-        assert words in text, words
+    )
     held = {(r["model"], r["seed"]): r for r in json.loads((tmp_path / "tiny.json").read_text())["rows"]}
     assert held["lion_s", 1]["test"] == 0.6
     assert len(held["softmax", 0]["curve"]) == 2
@@ -349,7 +348,7 @@ def test_a_task_of_which_the_paper_says_nothing(runs):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "line"),
+    "name, settings, line",
     [
         ("digits", {}, "digits"),
         ("cifar10", {"root": "/data", "limit": 10_000}, "cifar10, 10,000 training images"),

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import assert_in, here, printed, refuse, tiny_recipe
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table
@@ -92,8 +92,7 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
     capsys.readouterr()
     sections = ["--section", "Packing", *runs, "--section", "Pictures", tmp_path / "runs" / "tiny"]
-    assert here("report", *sections, "--out", tmp_path, "--name", "both") == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "report", *sections, "--out", tmp_path, "--name", "both")
     assert out.index("Packing") < out.index("tokens/s") < out.index("Pictures") < out.index("images/s")
     text = (tmp_path / "both.md").read_text()
     assert text.startswith("# Both: runs at one budget each\n")
@@ -123,8 +122,7 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     assert re.fullmatch("[0-9a-f]{12}", row["data"])
     assert row["commit"] is not None
     before = (tmp_path / "masked_lm.md").read_text()
-    for words in ("- Made by: `./run.sh", "peak of the learning rate 0.001", "Python 3"):
-        assert words in before, words
+    assert_in(before, "- Made by: `./run.sh", "peak of the learning rate 0.001", "Python 3")
     assert str(tmp_path.parent) not in before, "no folder of this machine"
     notes = tmp_path / "notes.md"
     notes.write_text("Read this.")
@@ -176,7 +174,7 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "numbers", "mean"),
+    "recipe, numbers, mean",
     [
         ("m2_base", None, "65.00"),
         ("cramming", None, "70.00, MNLI twice"),  # as its recipe counts numbers

@@ -10,7 +10,7 @@ from PIL import Image
 
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import here, printed, refuse, tiny_recipe
 
 pytest.importorskip("sklearn")
 QUICK = ["--steps", 3]
@@ -76,8 +76,10 @@ def test_forms_agree_and_options_matter(run, capsys, tmp_path):
 
 
 def test_it_goes_to_the_run_s_folder(run, capsys):
-    assert here("sample", run, *QUICK, "--count", 1) == 0
-    assert capsys.readouterr().out == f"{run / 'samples.png'}, by row: {', '.join(map(str, range(10)))}\n"
+    assert (
+        printed(capsys, "sample", run, *QUICK, "--count", 1)
+        == f"{run / 'samples.png'}, by row: {', '.join(map(str, range(10)))}\n"
+    )
     assert Image.open(run / "samples.png").size == (68, 10 * 66 + 2)
 
 
@@ -142,8 +144,7 @@ def test_compiled_where_it_is_asked(run, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_is_evaluated_in_every_form(run, capsys):
-    assert here("eval", run, "--eager") == 0
-    header, _, *rows = capsys.readouterr().out.splitlines()
+    header, _, *rows = printed(capsys, "eval", run, "--eager").splitlines()
     assert header.split()[:2] == ["form", "loss"]
     losses = {row.replace(" (", "(").split()[1] for row in rows[:4]}
     assert len(losses) == 1

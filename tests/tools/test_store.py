@@ -98,7 +98,7 @@ def test_the_reports_of_this_repository_are_made_from_their_rows():
         assert report.path.with_suffix(".md").read_text() == report.markdown(), report.name
 
 
-@pytest.mark.parametrize(("values", "span"), [([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)])
+@pytest.mark.parametrize("values, span", [([5.900, 5.905], 0.59), ([1.0, 9.0], 8.8)])
 def test_noise_does_not_fill_an_axis(values, span):
     """Check that an axis spans at least a tenth of the largest value, and is unchanged if values vary more."""
     ax = pytest.importorskip("matplotlib.figure").Figure().subplots()
