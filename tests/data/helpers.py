@@ -36,8 +36,12 @@ def counts(splits):
     return [None if part is None else len(part) for part in splits[:3]]
 
 
+def samples_of(split):
+    return [split[i] for i in range(len(split))]
+
+
 def tokens_of(split):
-    return [split[i]["tokens"].tolist() for i in range(len(split))]
+    return [sample["tokens"].tolist() for sample in samples_of(split)]
 
 
 def edit_manifest(folder, place, value):

@@ -21,6 +21,7 @@ import pytest
 import tokenizers
 import torch
 import yaml
+from torch.testing import assert_close
 
 import data
 from data import pool
@@ -37,7 +38,7 @@ from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve
 
-from .helpers import GONE, edit_manifest, opened, refusal, refused, tokens_of
+from .helpers import GONE, edit_manifest, opened, refusal, refused, samples_of, tokens_of
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 WORDS = "lion reads text in both directions at once , the mask decays and the sum is kept é ü 日本".split()
@@ -71,6 +72,10 @@ def prepared(source):
     return source
 
 
+def prepared_lines(folder, lines, **settings):
+    return prepared(lines_set(folder, lines, **settings))
+
+
 def documents(source, split):
     """Return the ids of each document of a split, read from the token file."""
     layout = getattr(source.build(), split)
@@ -102,6 +107,11 @@ def recipe(folder, **settings):
     }
     path.write_text(yaml.safe_dump(values))
     return path
+
+
+def source_of(file, *overrides):
+    """Return the data set of a recipe."""
+    return data.dataset("text")(resolve(file, overrides).data)
 
 
 def recipe_of_lines(folder, lines, **settings):
@@ -315,7 +325,7 @@ def test_tables_are_read_by_their_column_without_descriptions_beside_them(tmp_pa
     caplog.set_level("INFO", "lion")
     lines, folder = sentences(50), tmp_path / "clone"
     folder.mkdir()
-    write_table(folder / f"table.{kind}", {"url": [f"u{i}" for i in range(50)], "text": lines})
+    write_table(folder / f"table.{kind}", {"url": lines[::-1], "text": lines})
     (folder / "README.md").write_text("what these data are\n")
     assert texts_of(bytes_set(tmp_path, folder)) == set(lines)
     assert "README.md is not read" in caplog.text
@@ -338,7 +348,7 @@ def test_rows_and_tables_without_text_are_left_out(tmp_path):
     tables = tmp_path / "tables"
     tables.mkdir()
     (tables / "a.parquet").write_bytes(NO_ROWS)
-    pq.write_table(pa.table({"text": ["one", "two"]}), tables / "b.parquet")
+    parquet(tables / "b.parquet", ["one", "two"])
     assert list(corpus_of(tables, "line").texts()) == ["one", "two"]
 
 
@@ -349,7 +359,7 @@ def test_rows_and_tables_without_text_are_left_out(tmp_path):
 def test_a_token_file_holds_each_document_once_in_its_frame(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(corpora, "SHARD", 500)
     lines = sentences(100)
-    source = prepared(lines_set(tmp_path, lines, tokenizer=tokenizer, vocabulary=300, val_split=0.1))
+    source = prepared_lines(tmp_path, lines, tokenizer=tokenizer, vocabulary=300, val_split=0.1)
     before, after = source.tokenizer.frame
     wanted = [before + source.tokenizer.encode(line) + after for line in lines]
     train, val = documents(source, "train"), documents(source, "val")
@@ -374,15 +384,6 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     assert compose.build_data(made).fingerprint == one.build().fingerprint
 
 
-def test_the_tail_is_held_out_of_one_document(tmp_path):
-    text = "abcdefghij" * 10
-    source = prepared(lines_set(tmp_path, [text], tokenizer="characters", split="tail", val_split=0.1))
-    splits = source.build()
-    train, val = splits.train.tokens.ids.tolist(), splits.val.tokens.ids.tolist()
-    assert (len(train), len(val)) == (90, 10)
-    assert source.tokenizer.decode(train + val) == text
-
-
 def test_another_text_is_another_token_file(tmp_path):
     first = lines_set(tmp_path, sentences(20))
     assert first.folder != lines_set(tmp_path, sentences(20), val_split=0.2).folder
@@ -394,7 +395,7 @@ def test_another_text_is_another_token_file(tmp_path):
 
 
 def test_a_token_file_can_be_carried_elsewhere(tmp_path):
-    source = prepared(lines_set(tmp_path, sentences(20)))
+    source = prepared_lines(tmp_path, sentences(20))
     before = source.build()
     moved = source.folder.rename(tmp_path / "moved")
     (tmp_path / "text.txt").unlink()
@@ -422,7 +423,7 @@ def test_a_token_file_can_be_carried_elsewhere(tmp_path):
     ],
 )
 def test_a_manifest_that_was_edited_is_refused(tmp_path, place, value):
-    source = prepared(lines_set(tmp_path, sentences(20)))
+    source = prepared_lines(tmp_path, sentences(20))
     edit_manifest(source.folder, place, value)
     assert "create it again with ./run.sh prepare RECIPE" in refusal(source.check)
 
@@ -430,7 +431,7 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path, place, value):
 def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
     lines = sentences(40)
     one, two, other = (
-        prepared(lines_set(tmp_path / name, text)) for name, text in (("a", lines), ("b", lines), ("c", lines[1:]))
+        prepared_lines(tmp_path / name, text) for name, text in (("a", lines), ("b", lines), ("c", lines[1:]))
     )
     assert one.build().fingerprint == two.build().fingerprint != other.build().fingerprint
     assert one.folder.name != two.folder.name
@@ -460,8 +461,7 @@ def test_a_run_keeps_its_tokenizer_where_token_files_are_lost(tmp_path, run_on_w
     assert (run / "tokenizer.json").read_bytes() == before
 
     assert here("prepare", line[1]) == 0  # independent of any run: it trains a tokenizer and writes other token files
-    fresh = data.dataset("text")(resolve(line[1], []).data)
-    assert fresh.build().info.fingerprint == other.fingerprint
+    assert source_of(line[1]).build().info.fingerprint == other.fingerprint
     assert here(*evaluation) == 0
     (run / "tokenizer.json").unlink()
     capsys.readouterr()
@@ -473,7 +473,7 @@ def test_what_is_kept_is_of_the_text_that_is_trained_on(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     for seed in (0, 1):
-        source = prepared(lines_set(tmp_path, sentences(30, seed=seed), tokenizer="wordpiece", vocabulary=300))
+        source = prepared_lines(tmp_path, sentences(30, seed=seed), tokenizer="wordpiece", vocabulary=300)
         source.keep(run)
         assert open_tokenizer(str(run)).fingerprint == source.tokenizer.fingerprint
 
@@ -505,14 +505,15 @@ def begun(source):
 def test_unfinished_parts_are_named(tmp_path):
     source = lines_set(tmp_path, sentences(20))
     part = begun(source) / "0.npz"
+    said = rf"^{part}: not a finished part .*; remove it"
+    part.mkdir()
+    refused(said, source.prepare)
+    part.rmdir()
     np.savez(part, other=np.zeros(3))
     for odd in (b"", b"no archive", b"PK\3\4" + bytes(99), part.read_bytes()):
         part.write_bytes(odd)
-        refused(rf"^{part}: not a finished part .*; remove it", source.prepare)
+        refused(said, source.prepare)
     part.unlink()
-    part.mkdir()
-    refused(rf"^{part}: not a finished part .*; remove it", source.prepare)
-    part.rmdir()
     assert prepared(source).check()
 
 
@@ -559,7 +560,7 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch, caplog, capsys):
     monkeypatch.setattr(corpora, "SHARD", 1500)
     (tmp_path / "text.txt").write_text("\n".join(sentences(120)))
     file = recipe(tmp_path, path=str(tmp_path / "text.txt"), document="line", workers=2)
-    source = data.dataset("text")(resolve(file).data)
+    source = source_of(file)
     parts = source.folder.with_name(f"{source.folder.name}.parts")
     first = CONTEXT.Process(target=prepare_and_hang, args=(str(file),))
     first.start()
@@ -583,8 +584,7 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch, caplog, capsys):
     assert here("prepare", file) == 0
     assert f"2 of {len(source.corpus())} shards are finished, resuming" in caplog.text
     assert "checksums match" in capsys.readouterr().out
-    quiet = data.dataset("text")(resolve(file, [f"data.root={tmp_path / 'quiet'}", "data.workers=1"]).data)
-    quiet.prepare()
+    quiet = prepared(source_of(file, f"data.root={tmp_path / 'quiet'}", "data.workers=1"))
     for name in ("train.bin", "train.ends", "val.bin", "val.ends", "manifest.json"):
         assert (quiet.folder / name).read_bytes() == (source.folder / name).read_bytes()
     assert {p.name for p in source.folder.parent.iterdir()} == {source.folder.name, f"{source.folder.name}.lock"}
@@ -607,28 +607,26 @@ def runs(pid):
 
 @pytest.mark.parametrize("length", [7, 16, 1000])
 def test_packing_loses_and_doubles_nothing(tmp_path, length):
-    source = prepared(lines_set(tmp_path, sentences(60), length=length))
+    source = prepared_lines(tmp_path, sentences(60), length=length)
+    pad = source.build().info.id("pad")
     for split in ("train", "val"):
-        layout, wanted = getattr(source.build(), split), documents(source, split)
-        rows = [layout[i] for i in range(len(layout))]
-        tokens, segments = (torch.stack([row[name] for row in rows]) for name in ("tokens", "segments"))
-        assert tokens.shape == segments.shape == (len(layout), length)
-        real = segments >= 0
-        assert tokens[real].tolist() == joined(wanted)
-        assert real[:-1].all() and not real[-1].int().diff().gt(0).any(), "only the end is padded"
-        assert (tokens[~real] == source.build().info.id("pad")).all()
-        steps = segments.diff()[real[:, 1:]]
-        assert (segments[:, 0] == 0).all() and set(steps.tolist()) <= {0, 1}
-        # borders lie exactly at the ends of documents
-        borders = torch.cat([row.diff(prepend=torch.tensor([0])) for row in segments])[real.flatten()] > 0
-        begins = torch.zeros(len(borders), dtype=bool)
-        begins[torch.tensor([0, *map(len, wanted[:-1])]).cumsum(0)] = True
-        begins[::length] = False  # the first segment of a row is 0, even inside a document
-        assert torch.equal(borders, begins)
+        layout = getattr(source.build(), split)
+        wanted = documents(source, split)
+        ids = joined(wanted)
+        number = joined([i] * len(part) for i, part in enumerate(wanted))
+        assert len(layout) == -(-len(ids) // length)
+        for i, row in enumerate(samples_of(layout)):
+            piece = slice(i * length, (i + 1) * length)
+            left = length - len(ids[piece])
+            segments = [
+                n - number[i * length] for n in number[piece]
+            ]  # the first of a row is 0, even inside a document
+            assert row["tokens"].tolist() == ids[piece] + [pad] * left
+            assert row["segments"].tolist() == segments + [-1] * left
 
 
 def test_without_a_mask_samples_have_no_document_borders(tmp_path):
-    train = prepared(lines_set(tmp_path, sentences(60), document_mask=False)).build().train
+    train = prepared_lines(tmp_path, sentences(60), document_mask=False).build().train
     held = train.tokens.ids
     assert train[0].keys() == {"tokens"}
     assert joined(tokens_of(train)) == held[: len(held) // 16 * 16].tolist()
@@ -636,7 +634,7 @@ def test_without_a_mask_samples_have_no_document_borders(tmp_path):
 
 def test_padded_samples_are_documents(tmp_path):
     lines = sentences(60, longest=8)
-    source = prepared(lines_set(tmp_path, lines, tokenizer="wordpiece", vocabulary=300, pack="padded", length=12))
+    source = prepared_lines(tmp_path, lines, tokenizer="wordpiece", vocabulary=300, pack="padded", length=12)
     splits = source.build()
     pad, sep = splits.info.id("pad"), splits.info.id("sep")
     wanted = documents(source, "train")
@@ -663,32 +661,30 @@ def test_runs_of_any_layout_can_be_judged_by_the_same_samples(tmp_path, layout, 
     lines = sentences(60, longest=8)
 
     def of(**settings):
-        return prepared(lines_set(tmp_path, lines, tokenizer="wordpiece", vocabulary=300, **settings))
-
-    def rows(split):
-        return [{name: x.tolist() for name, x in split[i].items()} for i in range(len(split))]
+        return prepared_lines(tmp_path, lines, tokenizer="wordpiece", vocabulary=300, **settings)
 
     source, own = of(**layout, eval_pack="padded"), of(**layout)
     made, plain = source.build(), own.build()
-    assert rows(made.val) == rows(of(pack="padded").build().val)
-    assert rows(made.train) == rows(plain.train) and made.order == plain.order
+    assert_close(samples_of(made.val), samples_of(of(pack="padded").build().val))
+    assert_close(samples_of(made.train), samples_of(plain.train))
+    assert made.order == plain.order
     assert source.config.label() == label and source.config.of_training == ("pack", "document_mask")
-    assert rows(of(**layout, eval_pack="documents").build().val) == rows(of().build().val), "kept apart"
+    apart = of(**layout, eval_pack="documents").build().val
+    assert_close(samples_of(apart), samples_of(of().build().val))
     assert own.config.label() == "" and own.config.of_training == ()
 
 
 @pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
 def test_the_share_of_places_that_hold_tokens(tmp_path, pack):
-    source = prepared(lines_set(tmp_path, sentences(60, longest=5), pack=pack))
+    source = prepared_lines(tmp_path, sentences(60, longest=5), pack=pack)
     train = source.build().train
-    rows = [train[i] for i in range(len(train))]
-    segments = torch.stack([row.get("segments", row["tokens"]) for row in rows])
+    segments = torch.stack([row.get("segments", row["tokens"]) for row in samples_of(train)])
     assert source.filled() == pytest.approx((segments >= 0).double().mean().item(), abs=1 / len(train))
     assert (source.filled() < 0.9) == (pack == "padded")
 
 
 def test_windows_begin_anywhere_and_are_drawn(tmp_path):
-    source = prepared(lines_set(tmp_path, sentences(60), pack="windows"))
+    source = prepared_lines(tmp_path, sentences(60), pack="windows")
     splits = source.build()
     ids = splits.train.tokens.ids
     assert len(splits.train) == len(ids) - 16 + 1
@@ -699,18 +695,18 @@ def test_windows_begin_anywhere_and_are_drawn(tmp_path):
     judged = joined(tokens[1:] for tokens in tokens_of(splits.val))
     assert judged == held_out[1 : 1 + len(judged)], "each token once"
     assert 0 <= len(held_out) - 1 - len(judged) < 15
-    assert prepared(lines_set(tmp_path, sentences(60))).build().order == Shuffled()
+    assert prepared_lines(tmp_path, sentences(60)).build().order == Shuffled()
     with pytest.raises(IndexError):
         splits.train[len(splits.train)]
 
 
 @pytest.mark.slow
 def test_batches_are_the_samples(tmp_path):
-    train = prepared(lines_set(tmp_path, sentences(60))).build().train
-    batch = train.batch([3, 0, 3], torch.device("cpu"))
+    train = prepared_lines(tmp_path, sentences(60)).build().train
+    batch = train.batch([3, 0, 3], "cpu")
     assert batch["tokens"].dtype == batch["segments"].dtype == torch.int64
     for row, index in enumerate([3, 0, 3]):
-        assert all(torch.equal(batch[name][row], train[index][name]) for name in batch)
+        assert_close({name: value[row] for name, value in batch.items()}, train[index])
 
 
 def grown_by_reading(group, folder):
@@ -772,8 +768,8 @@ def test_python_source_is_there_on_every_machine(tmp_path, monkeypatch):
     assert len(files) > 300 and all(path.suffix == ".py" for path in files)
     some = files[:12]
     monkeypatch.setattr(kind, "files", lambda self: some)
-    texts = [path.read_text(encoding="utf-8") for path in some]
-    assert texts_of(text_set(tmp_path, "python_source", tokenizer="bytes")) == {text for text in texts if text.strip()}
+    texts = {path.read_text(encoding="utf-8") for path in some}
+    assert texts_of(text_set(tmp_path, "python_source", tokenizer="bytes")) == set(filter(str.strip, texts))
     source = prepared(text_set(tmp_path, "python_source", tokenizer="bytes", document="paragraph", pack="padded"))
     train, val = (len(part) for part in source.build()[:2])
     assert train + val > 10 * len(some)
@@ -813,7 +809,7 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_run_of_another_vocabulary_is_refused(tmp_path):
-    info = prepared(lines_set(tmp_path, sentences(20))).build().info
+    info = prepared_lines(tmp_path, sentences(20)).build().info
     there = make_tokenizer("characters", ["abc"], 0)
     then = TextInfo(there.vocabulary, 16, "characters", there.fingerprint).to_dict()
     refused(r"another vocabulary: its tokenizer was 'characters'.* and is 'bytes'", info.check_same, "run x", then)
@@ -823,13 +819,13 @@ def test_a_run_of_another_vocabulary_is_refused(tmp_path):
     info.check_same("run x", info.resized(99).to_dict())
 
 
-def no_rows() -> bytes:
-    out = io.BytesIO()
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), out)
-    return out.getvalue()
+def parquet(file, texts):
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), file)
 
 
-NO_ROWS = no_rows()
+EMPTY = io.BytesIO()
+parquet(EMPTY, [])
+NO_ROWS = EMPTY.getvalue()
 TWO = {"a.txt": "a\nb"}
 ONE_FILE = {"path": "texts/a.txt"}
 
@@ -887,14 +883,14 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(files, settings, message,
     for name, content in files.items():
         Path("texts", name).write_bytes(content if isinstance(content, bytes) else content.encode())
     values = {"path": "texts", "document": "line", "tokenizer": "bytes", **settings}
-    refused(message, text_set(tmp_path, **values).prepare)
+    refused(message, lambda: text_set(tmp_path, **values).prepare())
     if message.startswith("no t"):
         assert [path.suffix for path in Path("root").iterdir()] == [".lock"]
 
 
 def test_a_damaged_token_file_is_refused(tmp_path, capsys):
     file = recipe_of_lines(tmp_path, sentences(20))
-    source = prepared(data.dataset("text")(resolve(file).data))
+    source = prepared(source_of(file))
     held = source.folder / "train.bin"
     whole = held.read_bytes()
     held.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
@@ -924,7 +920,7 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     line = refuse(capsys, "prepare", file, f"data.root={file}")
     assert f"{file}/text-bytes-" in line
     assert "cannot be written (File exists), set data.root or $LION_DATA" in line
-    folder = prepared(data.dataset("text")(resolve(file).data)).folder
+    folder = prepared(source_of(file)).folder
     manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"train.bin"', '"none.bin"'))
     assert f"{manifest}: cannot be read (KeyError: 'train.bin')" in refuse(capsys, "prepare", file)
@@ -936,8 +932,8 @@ def test_of_one_book_the_end_is_held_out(tmp_path, caplog, document):
     caplog.set_level("INFO")
     text = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
     lines = [text if document == "file" else text.replace("\n", " ")]
-    source = prepared(lines_set(tmp_path / "one", lines, document=document, val_split=0.1))
-    tail = prepared(lines_set(tmp_path / "tail", lines, document=document, val_split=0.1, split="tail"))
+    source = prepared_lines(tmp_path / "one", lines, document=document, val_split=0.1)
+    tail = prepared_lines(tmp_path / "tail", lines, document=document, val_split=0.1, split="tail")
     for split, share in (("train", 0.9), ("val", 0.1)):
         ids = getattr(source.build(), split).tokens.ids
         assert np.array_equal(ids, getattr(tail.build(), split).tokens.ids)
@@ -957,7 +953,7 @@ def test_a_large_document_that_is_held_out_is_said(tmp_path, caplog):
 @pytest.mark.parametrize("pack", ["documents", "padded", "windows"])
 def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
     file = recipe_of_lines(tmp_path, sentences(20), pack=pack)
-    held = prepared(data.dataset("text")(resolve(file).data)).folder / "train.bin"
+    held = prepared(source_of(file)).folder / "train.bin"
     held.write_bytes(b"\xff\xff" * (held.stat().st_size // 2))  # the size is right
     refused(
         r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE",
@@ -972,10 +968,10 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
 def test_too_little_text_for_a_sample_is_refused(tmp_path):
     for pack, apart in (("documents", {"document_mask": False}), ("padded", {"pack": "windows"})):
         how = {"tokenizer": "characters", "pack": pack}
-        source = prepared(lines_set(tmp_path, ["a"] * 40, **how))
+        source = prepared_lines(tmp_path, ["a"] * 40, **how)
         assert "data.path: every document of train is one token, without context" in refusal(source.build)
-        assert len(prepared(lines_set(tmp_path, ["a"] * 400, **how | apart)).build().train)
-    source = prepared(lines_set(tmp_path, ["ab", "cd"], pack="windows"))
+        assert len(prepared_lines(tmp_path, ["a"] * 400, **how | apart).build().train)
+    source = prepared_lines(tmp_path, ["ab", "cd"], pack="windows")
     assert "data.length: 16 is more than the 3 tokens of train" in refusal(source.build)
 
 
@@ -1005,8 +1001,7 @@ def clone(root: Path, *subsets: str) -> Path:
     for subset in subsets:
         (root / subset).mkdir(parents=True, exist_ok=True)
         for split in ("train", "validation", "test"):
-            table = pa.table({"text": [f"{subset} {split}"]})
-            pq.write_table(table, root / subset / f"{split}-00000-of-00001.parquet")
+            parquet(root / subset / f"{split}-00000-of-00001.parquet", [f"{subset} {split}"])
     return root
 
 
@@ -1032,7 +1027,7 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
     shards = tmp_path / "shards"
     shards.mkdir()
     for i in range(2):
-        pq.write_table(pa.table({"text": [f"{i}"]}), shards / f"data-0000{i}-of-00002.parquet")
+        parquet(shards / f"data-0000{i}-of-00002.parquet", [f"{i}"])
     assert texts(shards) == ["0", "1"], "a single name is no split"
     for path, subset, split, message in (
         (two, "row", "train", r"data.subset: .* has raw, small, did you mean 'raw'"),
@@ -1046,7 +1041,7 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
 def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "SHARD", 100)  # a file of a table may be larger
     for i in range(4):
-        pq.write_table(pa.table({"text": [f"{i}" * 100] * 50}), tmp_path / f"{i}.parquet")
+        parquet(tmp_path / f"{i}.parquet", [f"{i}" * 100] * 50)
     taken = list(corpus_of(tmp_path).texts(1000))
     assert {text[0] for text in taken} == set("0123")
     assert 1000 <= sum(map(len, taken)) < 1500
@@ -1093,8 +1088,8 @@ def test_the_post_processor_of_a_tokenizer_frames_documents(special, single, rol
 
 
 def test_documents_without_a_border_are_a_line(tmp_path, caplog):
-    prepared(lines_set(tmp_path / "lines", ["ab", "ba", "aa"], tokenizer="characters"))
+    prepared_lines(tmp_path / "lines", ["ab", "ba", "aa"], tokenizer="characters")
     assert "tokenizer 'characters' has no token that separates documents" in caplog.text
     caplog.clear()
-    prepared(lines_set(tmp_path / "one", ["ab", "ba", "aa"], tokenizer="characters", document="file"))
+    prepared_lines(tmp_path / "one", ["ab", "ba", "aa"], tokenizer="characters", document="file")
     assert "separates documents" not in caplog.text
