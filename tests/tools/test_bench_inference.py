@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
-from tests.helpers import assert_in, here, refuse, tiny_recipe
+from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
 from tools import probe
 from tools.bench import engine, inference
 from tools.bench.blockwise import mix_blockwise
@@ -28,9 +28,7 @@ JOB = {"batch": 2, "rounds": 1, "seconds": 60, "threads": 1, "eager": True, "sam
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Train a run of Lion-S on digits (8 px, patches of 4)."""
-    folder = tmp_path_factory.mktemp("inference")
-    assert here("train", tiny_recipe(folder), "--no-eval") == 0
-    return folder / "runs" / "tiny"
+    return trained(tiny_recipe(tmp_path_factory.mktemp("inference")))
 
 
 def measured(run, *variants, sizes=(8, 16), **changes):
@@ -234,7 +232,6 @@ def test_a_recipe_has_random_weights_without_its_data(tmp_path, in_this_process,
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
     assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
-    capsys.readouterr()
     line = refuse(capsys, "bench", "inference", recipe, "--evaluate", "5")
     assert "is a recipe, whose weights are random; give a run" in line
     line = refuse(capsys, "bench", "inference", "vim_tinny")
@@ -254,9 +251,7 @@ def photos(tmp_path_factory):
                 pixels = (bright + rng.integers(-60, 60, (12, 12, 3))).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
     data = {"name": "imagefolder", "root": str(folder), "image_size": [8, 8], "workers": 0}
-    recipe = tiny_recipe(folder, data=data, trainer={"batch_size": 8, "steps": 2, "eval_every": 1})
-    assert here("train", recipe, "--no-eval") == 0
-    return folder / "runs" / "tiny"
+    return trained(tiny_recipe(folder, data=data, trainer={"batch_size": 8, "steps": 2, "eval_every": 1}))
 
 
 @pytest.mark.parametrize("form", ("chunk", "rnn"))
@@ -340,19 +335,15 @@ def test_texts_longer_than_those_of_training_are_measured_without_padding():
 
 @pytest.mark.slow
 def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
-    data = {"name": "listops", "root": str(tmp_path / "made"), "workers": 1, "samples": 16}
-    data |= {"min_length": 8, "max_length": 30, "length": 32}
-    recipe = {
-        "data": data,
-        "task": {"name": "lra"},
-        "model": {"name": "lra", "mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2},
-        "optim": {"lr": 1e-3},
-        "trainer": {"batch_size": 4, "steps": 1, "compile": False},
-        "run": {"root": str(tmp_path / "runs")},
-    }
     path = tmp_path / "listops.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    assert here("prepare", path) == here("train", path, "--no-eval") == 0
-    capsys.readouterr()
-    line = refuse(capsys, "bench", "inference", tmp_path / "runs" / "listops", "--sizes", "40")
+    path.write_text(f"""
+task: {{name: lra}}
+data: {{name: listops, root: {tmp_path / "made"}, workers: 1, samples: 16, min_length: 8, max_length: 30, length: 32}}
+model: {{name: lra, mixer: softmax, dim: 16, depth: 1, num_heads: 2}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 4, steps: 1, compile: false}}
+run: {{root: {tmp_path / "runs"}}}
+""")
+    assert here("prepare", path) == 0
+    line = refuse(capsys, "bench", "inference", trained(path), "--sizes", "40")
     assert "--sizes: 40 tokens does not suit the run's model, nearest: 32" in line

@@ -227,7 +227,6 @@ def test_the_train_command(tmp_path, monkeypatch, capsys):
         "32 px (5 tokens), batch 2, vit, dim 12",
     )
     (tmp_path / "train.json").write_text("[]")
-    capsys.readouterr()
     assert "not a report of this command" in refuse(capsys, *command)
 
 

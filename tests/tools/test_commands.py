@@ -31,7 +31,7 @@ from lion.trainer.checkpoint_files import load_state
 from lion.trainer.optim import OptimConfig
 from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import MATMUL
-from tests.helpers import ROOT, assert_in, here, pictures, printed, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, assert_in, here, pictures, printed, refuse, state_of, tiny_recipe, trained
 from tests.processes import CONTEXT
 from tools import checks, external, options, predict, train
 from tools.cli import one_line, run_command
@@ -59,12 +59,6 @@ def run_sh(*args, timeout=400, script=ROOT / "run.sh", cwd=ROOT):
 
 def python(*args):
     return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True)
-
-
-def trained(folder, *args, **changes):
-    """Train the tiny recipe, and return the run."""
-    assert here("train", tiny_recipe(folder, **changes), "--no-eval", *args) == 0
-    return folder / "runs" / "tiny"
 
 
 def first_parts(count, recipe, *overrides, processes=None):
@@ -178,7 +172,6 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     (record,) = json.loads((tmp_path / "found.json").read_text())
     assert record["top 1"] == rows[2]["top 1"]
     (tmp_path / "none").mkdir()
-    capsys.readouterr()
     for words, message in (
         ([tmp_path / "none"], "is a folder without pictures"),
         ([f"{tmp_path}/*.jpg"], "no file matches"),
@@ -267,10 +260,9 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_predict_takes_the_form_and_the_compilation_of_the_run(tmp_path, monkeypatch, capsys):
     """Check a mixer without the full form, in a run without compilation."""
-    run = trained(tmp_path, model={"mixer": "vim", "mlp": "none", "position_embedding": None})
+    run = trained(tiny_recipe(tmp_path, model={"mixer": "vim", "mlp": "none", "position_embedding": None}))
     Image.new("L", (8, 8), 99).save(tmp_path / "grey.png")
     monkeypatch.setattr(predict, "compile_blocks", lambda *_, **__: pytest.fail("compiled"))
-    capsys.readouterr()
     assert "grey.png" in printed(capsys, "predict", run, tmp_path / "grey.png")
 
 
@@ -279,11 +271,9 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
     path, run = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny"
     assert here("train", path) == 0
     check_forms(json.loads((run / "summary.json").read_text()), {"full", "chunk", "rnn", "rnn_64"})
-    capsys.readouterr()
     refuse(capsys, "train", path, "--fresh", "trainer.device=cuda:77")
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused before anything was moved
     assert here("train", path, "--fresh", "trainer.steps=4", "model.mixer=softmax") == 0
-    capsys.readouterr()
     assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
     check_forms(json.loads((run / "summary.json").read_text()), {"full"})
     assert "SoftmaxAttention has only full, got 'rnn'" in refuse(capsys, "eval", run, "--form", "rnn")
@@ -291,28 +281,24 @@ def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_init_from_keeps_what_fits_and_interpolates_positions(tmp_path, caplog, capsys):
-    source = trained(tmp_path)
+    source = trained(tiny_recipe(tmp_path))
     first = lion.load(source)
     tuned = {"init_from": str(source), "optim": {"lr": 1e-12}}
     same = tiny_recipe(tmp_path, "same", **tuned)
-    assert here("train", same, "--no-eval") == 0
-    new = lion.load(tmp_path / "runs" / "same").state_dict()
-    for name, value in first.state_dict().items():
-        torch.testing.assert_close(new[name], value, rtol=0, atol=1e-6)
+    new = lion.load(trained(same))
+    torch.testing.assert_close(new.state_dict(), first.state_dict(), rtol=0, atol=1e-6)
     with caplog.at_level("INFO", "lion"):
-        assert here("train", tiny_recipe(tmp_path, "finer", **tuned, model={"patch_size": 2}), "--no-eval") == 0
+        finer = lion.load(trained(tiny_recipe(tmp_path, "finer", **tuned, model={"patch_size": 2})))
     assert "new: patch.weight; not used: patch.weight" in caplog.text
-    finer = lion.load(tmp_path / "runs" / "finer")
     assert finer.position.shape == (1, 17, 16)
     want = finer.adapt(first.state_dict(), first)["position"]
     torch.testing.assert_close(finer.position.data, want, rtol=0, atol=1e-6)
     torch.testing.assert_close(finer.head.weight, first.head.weight, rtol=0, atol=1e-6)
-    capsys.readouterr()
     line = refuse(capsys, "train", tiny_recipe(tmp_path, "other", **tuned, model={"dim": 8, "depth": 1}))
     assert "do not fit, e.g. cls is (1, 1, 8) here and (1, 1, 16) there; the run has model.dim=16 model.depth=" in line
     assert not (tmp_path / "runs" / "other").exists()
     shutil.rmtree(source)
-    assert here("train", same, "--no-eval") == 0, "it has weights of its own"
+    trained(same)  # it has weights of its own
 
 
 @pytest.mark.slow
@@ -558,9 +544,8 @@ def test_the_suite_runs_in_as_many_processes_as_cores_and_memory_allow(tmp_path,
 @pytest.mark.slow
 def test_a_run_in_eager_mode_and_why_another_length_is_another_run(tmp_path, capsys):
     settings = {"compile": True, "steps": 2}
-    run = trained(tmp_path, "--eager", trainer=settings)
+    run = trained(tiny_recipe(tmp_path, trainer=settings), "--eager")
     assert resolve(run / "recipe.yaml").trainer.compile is False
-    capsys.readouterr()
     line = refuse(capsys, "train", tiny_recipe(tmp_path, trainer=settings), "--eager", "trainer.steps=1")
     assert "trainer.steps: 2 -> 1 (the learning rate of every step depends on the length, so the steps taken" in line
 
@@ -603,7 +588,6 @@ def test_a_bare_name_is_that_of_a_shipped_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert resolve("deit_tiny_lion_s") == resolve("deit_tiny_lion_s.yaml")
     assert here("quickstart", f"run.root={tmp_path}", "trainer.steps=1", "trainer.compile=false", "--no-eval") == 0
-    capsys.readouterr()
     assert "unknown command 'quickstrat'" in refuse(capsys, "quickstrat")
 
 
@@ -729,20 +713,19 @@ def test_only_training_pays_for_a_cache(tmp_path):
 
 @pytest.mark.slow
 def test_repeated_augmentation_reaches_the_trainer(tmp_path):
-    assert here("train", photo_recipe(tmp_path, repeats=3), "--no-eval") == 0
-    upcoming = load_state(tmp_path / "runs" / "tiny" / "checkpoints" / "last-2" / "state.pt")["next"]["samples"]
+    run = trained(photo_recipe(tmp_path, repeats=3))
+    upcoming = load_state(run / "checkpoints" / "last-2" / "state.pt")["next"]["samples"]
     assert len(upcoming) >= 3 and upcoming[:3] == upcoming[:1] * 3
 
 
 @pytest.mark.slow
 def test_data_of_other_classes_is_refused(tmp_path, capsys, caplog):
     """Check that renamed class folders are refused, because they would silently change the labels of a run."""
-    recipe, run, moved = photo_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "moved"
-    assert here("train", recipe, "--no-eval") == 0
+    recipe, moved = photo_recipe(tmp_path), tmp_path / "moved"
+    run = trained(recipe)
     for split in ("train", "val"):
         shutil.copytree(tmp_path / split, moved / split)
         (tmp_path / split / "dog").rename(tmp_path / split / "bird")
-    capsys.readouterr()
     wrong = "checkpoint was trained on other data: class 0 was 'cat', and is 'bird' now"
     assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "3")
     assert wrong in refuse(capsys, "eval", run)
@@ -752,9 +735,8 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys, caplog):
     fixed = "'seed=1': the recipe of a run is fixed, only data.root, data.workers may"
     assert fixed in refuse(capsys, "eval", run, "seed=1")
     with caplog.at_level("INFO", "lion"):
-        assert here("train", recipe, f"data.root={moved}", "--no-eval") == 0  # only the place has changed
+        trained(recipe, f"data.root={moved}")  # only the place has changed
     assert "resuming at step 2 of 3" in caplog.text
-    capsys.readouterr()
     for inside in ("recipe.yaml", "checkpoints/last"):
         assert f"not a run's folder, did you mean '{run}'?" in refuse(capsys, "eval", run / inside)
     pictures(moved, {split: {"eel": 2} for split in ("train", "val")})

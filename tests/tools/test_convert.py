@@ -15,6 +15,7 @@ import lion
 from lion.runs import init_from, open_run
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
 from tests.helpers import ROOT, here, printed, refuse, state_of
+from tests.layers.oracle_parts import elu1, shifted
 from tools import convert as converting
 
 KINDS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}
@@ -81,7 +82,8 @@ class Theirs(nn.Module):
 
     def attention(self, part, x):
         q, k, v = part.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        q, k = self.phi(q), self.phi(k)
+        phi = elu1 if self.kind == "Lit" else shifted
+        q, k = phi(q), phi(k)
         scores = q @ k.mT * q.shape[-1] ** -0.5
         orders = {"a_i": snake(False), "a2_i": snake(True)} if self.order == "S" else {"a_i": range(1 + SIDE**2)}
         masks = [pairwise(self.decay(getattr(part, n), x), list(o)) for n, o in orders.items() if hasattr(part, n)]
@@ -89,12 +91,6 @@ class Theirs(nn.Module):
             scores = scores * sum(masks) / len(masks)
         y = scores / (scores.sum(-1, keepdim=True) + 1e-6) @ v
         return part.proj(y.transpose(1, 2).flatten(2))
-
-    def phi(self, x):
-        if self.kind == "Lit":
-            return F.elu(x) + 1
-        x = x * torch.sigmoid(x) + 0.5
-        return x / x.square().sum(-1, keepdim=True).sqrt()
 
     def decay(self, a, x):
         """Return the decay of each token (B, H, tokens)."""

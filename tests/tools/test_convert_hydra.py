@@ -8,6 +8,7 @@ from torch import nn
 import lion
 from data.text.tokenizers import make_tokenizer
 from tests.helpers import printed, refuse
+from tests.layers.test_hydra import oracle
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 DIM, DEPTH, STATE, HEADS, WIDTH = 16, 2, 4, 2, 7
@@ -16,7 +17,7 @@ TRAINING = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_ba
 
 
 class Mixer(nn.Module):
-    """A mixer with the names of `hydra/modules/hydra.py`; both directions run token by token."""
+    """The published matrix of Hydra, with the names of `hydra/modules/hydra.py`."""
 
     def __init__(self):
         super().__init__()
@@ -25,26 +26,24 @@ class Mixer(nn.Module):
         self.conv1d = nn.Conv1d(channels, channels, WIDTH, groups=channels, padding=WIDTH // 2)
         self.dt_bias, self.A_log = nn.Parameter(torch.randn(HEADS)), nn.Parameter(torch.randn(HEADS))
         self.D, self.fc_D = nn.Parameter(torch.randn(HEADS)), nn.Linear(inner, HEADS, bias=False)
-        self.norm = nn.RMSNorm(inner, eps=1e-5)
+        self.norm = nn.RMSNorm(inner)
         self.out_proj = nn.Linear(inner, DIM, bias=False)
 
     def forward(self, u):
-        inner, length = 2 * DIM, u.shape[1]
-        z, wide, dt = self.in_proj(u).split([inner, inner + 4 * STATE, 2 * HEADS], -1)
-        wide = F.silu(self.conv1d(wide.mT).mT)
-        x, *vectors = wide.split([inner, *[STATE] * 4], -1)
-        heads = x.unflatten(-1, (HEADS, -1))
-        y = torch.zeros_like(heads)
-        for (B, C), step, way in zip((vectors[:2], vectors[2:]), dt.chunk(2, -1), (1, -1)):
-            step = F.softplus(step + self.dt_bias)
-            h = u.new_zeros(len(u), HEADS, STATE, inner // HEADS)
-            for t in range(length)[::way]:
-                keep = torch.exp(-torch.exp(self.A_log) * step[:, t])[..., None, None]
-                h = keep * h + step[:, t, :, None, None] * B[:, t, None, :, None] * heads[:, t, :, None]
-                if 0 <= t + way < length:  # the output is shifted by one token
-                    y[:, t + way] = y[:, t + way] + (C[:, t, None, :, None] * h).sum(-2)
-        y = y + heads * F.linear(x, self.fc_D.weight, self.D)[..., None]
-        return self.out_proj(self.norm(y.flatten(2)) * F.silu(z))
+        first = 2 * DIM + len(self.conv1d.weight)
+        weights = {
+            "inputs.weight": self.in_proj.weight[:first],
+            "steps.weight": self.in_proj.weight[first:],
+            "convolution.weight": self.conv1d.weight[:, 0].T,
+            "convolution.bias": self.conv1d.bias,
+            "step_bias": self.dt_bias,
+            "a": self.A_log,
+            "skip": self.D,
+            "diagonal.weight": self.fc_D.weight,
+            "norm.weight": self.norm.weight,
+            "proj.weight": self.out_proj.weight,
+        }
+        return torch.stack([oracle(weights, row, "both", HEADS) for row in u])
 
 
 class Described(nn.Module):

@@ -73,6 +73,12 @@ def convert(folder, run, *args, kind="bert"):
     return run
 
 
+def converted(folder, theirs, *args):
+    """Save a model as transformers does, and convert it to a run in the folder."""
+    kind = "gpt" if isinstance(theirs, transformers.GPT2LMHeadModel) else "bert"
+    return convert(saved(folder / "their", theirs), folder / "run", *args, kind=kind)
+
+
 def loaded(run):
     return lion.load(run, compile=False)
 
@@ -102,7 +108,7 @@ def apart(ours, theirs, padded=False):
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_logits_are_theirs_and_come_back_the_same(kind, tmp_path, capsys):
     theirs = MODELS[kind]()
-    run = convert(saved(tmp_path / "their", theirs), tmp_path / "run", kind=kind)
+    run = converted(tmp_path, theirs)
     said = capsys.readouterr().out
     assert "2 blocks of width 12, 3 heads" in said and "taken from" not in said and "not used" not in said
     ours = loaded(run)
@@ -122,7 +128,7 @@ def test_the_logits_are_theirs_and_come_back_the_same(kind, tmp_path, capsys):
 
 def test_what_was_pre_trained_has_heads_that_are_left_and_named(tmp_path, capsys):
     theirs = bert(transformers.BertForPreTraining, type_vocab_size=3, layer_norm_eps=1e-3)
-    run = convert(saved(tmp_path / "their", theirs), tmp_path / "run")
+    run = converted(tmp_path, theirs)
     said = capsys.readouterr().out
     assert "bert.pooler.dense.bias" in said and "cls.seq_relationship.weight" in said
     assert apart(loaded(run), theirs) < 1e-10
@@ -131,7 +137,7 @@ def test_what_was_pre_trained_has_heads_that_are_left_and_named(tmp_path, capsys
 def test_a_bert_without_head_gets_a_new_one(tmp_path, capsys):
     """Check the states before the head, and the bias of the head."""
     theirs = bert(transformers.BertModel)
-    run = convert(saved(tmp_path / "their", theirs), tmp_path / "run")
+    run = converted(tmp_path, theirs)
     assert "without a masked-LM head: ours is new" in capsys.readouterr().out
     ours = loaded(run)
     tokens = torch.randint(ours.vocabulary, (2, 13), generator=torch.Generator().manual_seed(3))
@@ -210,7 +216,7 @@ def test_a_file_without_its_config_is_what_the_recipe_says(tmp_path, capsys):
 
 def test_embeddings_that_are_padded_there(tmp_path):
     theirs = bert(vocab_size=256)
-    ours = loaded(convert(saved(tmp_path / "their", theirs), tmp_path / "run", "model.pad_vocabulary=1"))
+    ours = loaded(converted(tmp_path, theirs, "model.pad_vocabulary=1"))
     assert len(ours.tokens.weight) == TOKENIZERS["bert"].vocabulary < 250
     assert apart(ours, theirs) < 1e-10
 
@@ -223,7 +229,7 @@ def test_any_width_of_an_mlp_has_its_ratio():
 
 def test_fewer_positions_are_the_first(tmp_path):
     theirs = gpt()
-    ours = loaded(convert(saved(tmp_path / "their", theirs), tmp_path / "run", "data.length=14", kind="gpt"))
+    ours = loaded(converted(tmp_path, theirs, "data.length=14"))
     assert ours.longest == 13 and apart(ours, theirs) < 1e-10
 
 
@@ -285,7 +291,7 @@ def test_the_run_keeps_its_tokenizer_and_gives_it_back(run, tmp_path, capsys):
 
 
 def test_gpts_generate_and_are_given_back_with_their_tokenizer(tmp_path, capsys):
-    run = convert(saved(tmp_path / "their", gpt()), tmp_path / "run", kind="gpt")
+    run = converted(tmp_path, gpt())
     text = printed(capsys, "generate", run, "--prompt", "To be", "--tokens", 3, "--temperature", 0).splitlines()[-1]
     assert here("export", run, tmp_path / "back") == 0
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
@@ -366,7 +372,6 @@ CONFIGS = [  # model, change of config.json or setting of the recipe, expected m
 
 def refused(capsys, folder, kind, *settings):
     """Return the line of a conversion that must fail, and that must not write anything beside the checkpoint."""
-    capsys.readouterr()
     run = folder.parent / "run"
     line = refuse(capsys, "convert", folder, SIZES[kind], run, "data.name=text", "data.length=17", *settings)
     assert os.listdir(folder.parent) == [folder.name]

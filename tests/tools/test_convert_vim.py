@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import lion
 from tests.helpers import ROOT, printed, refuse
+from tests.layers.test_vim import oracle
 from tests.tools.test_convert import Part
 
 DIM, DEPTH, SIDE, PATCH, CLASSES, STATE, RANK = 48, 2, 5, 8, 7, 16, 3
 SMALL = [f"model.dim={DIM}", "model.num_heads=3", f"model.depth={DEPTH}", f"model.patch_size={PATCH}"]
 SMALL += [f"data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]"]
+PARTS = ("conv1d{}", "x_proj{}", "dt_proj{}", "D{}", "A{}_log")
 RECIPE = ROOT / "recipes/vim/vim_tiny.yaml"
 
 
@@ -48,22 +49,21 @@ def mixer():
 
 
 def mixed(mixer, x):
-    """Mix tokens x (B, L, dim): the second direction on the flipped sequence, and half of the sum."""
-    u, z = mixer.in_proj(x).chunk(2, -1)
-    y = scanned(mixer, "", u, z) + scanned(mixer, "_b", u.flip(1), z.flip(1)).flip(1)
-    return mixer.out_proj(y / 2)
-
-
-def scanned(mixer, end, u, z):
-    conv1d, x_proj, dt_proj, D = (getattr(mixer, f"{name}{end}") for name in ("conv1d", "x_proj", "dt_proj", "D"))
-    v = F.silu(conv1d(u.mT)[..., : u.shape[1]].mT)
-    low, B, C = x_proj(v).split([RANK, STATE, STATE], -1)
-    dt, A = F.softplus(dt_proj(low)), -getattr(mixer, f"A{end}_log").exp()
-    h, rows = torch.zeros(len(u), *A.shape), []
-    for t in range(u.shape[1]):
-        h = torch.exp(dt[:, t, :, None] * A) * h + (dt * v)[:, t, :, None] * B[:, t, None]
-        rows.append((h * C[:, t, None]).sum(-1) + D * v[:, t])
-    return torch.stack(rows, 1) * F.silu(z)
+    """Mix tokens x (B, L, dim) by Vim's algorithm."""
+    weights = {"inputs.weight": mixer.in_proj.weight, "proj.weight": mixer.out_proj.weight}
+    for side, end in enumerate(("", "_b")):
+        conv1d, x_proj, dt_proj, D, A = (getattr(mixer, name.format(end)) for name in PARTS)
+        taps = conv1d.weight[:, 0].T
+        weights |= {
+            f"sides.{side}.convolution.weight": taps.flip(0) if end else taps,
+            f"sides.{side}.convolution.bias": conv1d.bias,
+            f"sides.{side}.select.weight": x_proj.weight,
+            f"sides.{side}.step.weight": dt_proj.weight,
+            f"sides.{side}.step_bias": dt_proj.bias,
+            f"sides.{side}.a": A,
+            f"sides.{side}.skip": D,
+        }
+    return torch.stack([oracle(weights, row, "both") for row in x])
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
-from tests.helpers import here, pictures, printed, refuse, tiny_recipe
-from tests.tools.test_sample import changed
+from tests.helpers import pictures, printed, refuse, tiny_recipe, trained
+from tests.tools.test_sample import changed, diffusion_recipe
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures
 from tools.image_sources import Drawing, images_of_path, images_of_split
@@ -30,17 +29,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def classifier(folder):
-    assert here("train", tiny_recipe(folder, "judge"), "--no-eval") == 0
-    return folder / "runs" / "judge"
+    return trained(tiny_recipe(folder, "judge"))
 
 
 @pytest.fixture(scope="module")
 def generator(folder):
-    path = tiny_recipe(folder, "makes", trainer={"ema": 0.9})
-    recipe = yaml.safe_load(path.read_text()) | {"task": {"name": "diffusion", "shown": 0}}
-    path.write_text(yaml.safe_dump(recipe))
-    assert here("train", path, "--no-eval") == 0
-    return folder / "runs" / "makes"
+    return trained(diffusion_recipe(folder, "makes", trainer={"ema": 0.9}))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from lion.trainer.compilation import compile_blocks
 from lion.trainer.evaluate import evaluate as evaluate_model
 from lion.trainer.loader import Loading, eval_batches
 from lion.trainer.runtime import Runtime
-from tests.helpers import here, printed, refuse, tiny_recipe
+from tests.helpers import here, printed, refuse, tiny_recipe, trained
 from tests.processes import in_processes
 from tools import compose, evaluate
 from tools.compose import build_data, resolve_run
@@ -33,9 +33,7 @@ pytest.importorskip("sklearn")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluate")
-    assert here("train", tiny_recipe(folder), "--no-eval") == 0
-    return folder / "runs" / "tiny"
+    return trained(tiny_recipe(tmp_path_factory.mktemp("evaluate")))
 
 
 @pytest.mark.slow
@@ -193,8 +191,7 @@ def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path, monkeypatch):
-    assert here("train", tiny_recipe(tmp_path, trainer={"precision": "bf16", "ema": 0.999}), "--no-eval") == 0
-    run = tmp_path / "runs" / "tiny"
+    run = trained(tiny_recipe(tmp_path, trainer={"precision": "bf16", "ema": 0.999}))
     seen, asked, reads, forward = set(), [], [], ViT.forward
 
     def watched(self, x):

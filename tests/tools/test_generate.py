@@ -19,7 +19,7 @@ from lion.inference.text import Continuation
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
-from tests.helpers import here, refuse
+from tests.helpers import here, refuse, trained
 from tests.processes import in_ranks
 from tools import generate
 from tools.generate import Decoder
@@ -27,7 +27,7 @@ from tools.generate import Decoder
 TEXT = "the cat sat on the mat. the dog sat on the log. a hat, a bat; what of that?\n" * 30
 
 
-def trained(folder, mixer):
+def small_run(folder, mixer):
     file = folder / "text.txt"
     file.write_text(TEXT)
     path = folder / f"{mixer}.yaml"
@@ -39,8 +39,7 @@ optim: {{lr: 1e-3}}
 trainer: {{batch_size: 8, steps: 4, eval_every: 4, save_every: 4, compile: false, device: cpu}}
 run: {{root: {folder / "runs"}}}
 """)
-    assert here("train", path, "--no-eval") == 0
-    return folder / "runs" / mixer
+    return trained(path)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LION_DATA", str(folder / "data"))
-        yield {mixer: trained(folder, mixer) for mixer in ("softmax", "lion_s")}
+        yield {mixer: small_run(folder, mixer) for mixer in ("softmax", "lion_s")}
 
 
 def text_of(capsys, *args):
@@ -209,7 +208,6 @@ def test_bad_requests(runs, capsys, tmp_path):
         check("lion_s", option, *ask, option, value)
     check("lion_s", "is not a file", "--state", tmp_path)
     assert here("generate", runs["lion_s"], *ask, "--tokens", 2, "--state", state) == 0
-    capsys.readouterr()
     check("lion_s", "resume from it without --prompt", *ask, "--state", state)
     check("softmax", "belongs to other weights", "--state", state)
     check("lion_s", "is of mode rnn", "--state", state, "--mode", "attention")
@@ -230,11 +228,10 @@ def signed(content):
 
 
 @pytest.fixture
-def stored(runs, capsys, tmp_path, mixer):
+def stored(runs, tmp_path, mixer):
     """Write a state, and return the run, the file, and its bytes without the digest."""
     state = tmp_path / "state.pt"
     assert here("generate", runs[mixer], "--prompt", "the cat", "--tokens", 3, "--state", state) == 0
-    capsys.readouterr()
     return runs[mixer], state, state.read_bytes()[32:]
 
 
@@ -366,7 +363,6 @@ def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
     assert said == refuse(capsys, "eval", run, "data.tokenizer=bytes")
     other.write_text(TEXT.replace("cat", "CAT"))
     assert here("prepare", run / "recipe.yaml", f"data.path={other}") == 0  # with another vocabulary of characters
-    capsys.readouterr()
     for own in ((), (kept[1],)):  # other text is read with the tokenizer of the run
         assert "no token for 'C'" in refuse(capsys, "eval", run, f"data.path={other}", *own)
     other.write_text(TEXT.replace("cat", "dog"))

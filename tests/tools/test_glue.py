@@ -20,7 +20,7 @@ from data.text.glue import TASKS
 from lion.config import ConfigError, to_dict
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import init_from, lock_run, open_run
-from tests.helpers import assert_in, glue_folder, here, printed, refuse
+from tests.helpers import assert_in, glue_folder, here, printed, refuse, trained
 from tests.tools.queues import Forked, command_here
 from tools import __main__ as commands
 from tools import jobs as queue
@@ -121,8 +121,7 @@ optim: {{lr: 1e-3}}
 trainer: {{batch_size: 8, steps: 2, eval_every: 2, save_every: 2, compile: false, device: cpu}}
 run: {{root: {folder / "runs"}}}
 """)
-    assert here("train", path, "--no-eval") == 0
-    return folder / "runs" / "mlm"
+    return trained(path)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +338,7 @@ def start(*argv, **how):
 
 
 @pytest.fixture(scope="module")
-def trained(run):
+def finished(run):
     """Train mnli with the mismatched genres, then rte; cola fails, since this process holds its lock."""
     folder = run[0] / "glue" / "modified"
     call = ["glue", run[0], "--recipe", "modified", f"data.path={run[1]}", *QUICK, "--seeds", "1"]
@@ -352,15 +351,15 @@ def trained(run):
 
 
 @pytest.mark.slow
-def test_a_failed_task_does_not_stop_the_others(trained):
-    folder, _, said = trained
+def test_a_failed_task_does_not_stop_the_others(finished):
+    folder, _, said = finished
     assert_in(said, "cola_seed19: failed, ", "trains there now", "rte_seed19: finished, ")
     assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
 
 
 @pytest.mark.slow
-def test_the_table(trained):
-    folder, *_ = trained
+def test_the_table(finished):
+    folder, *_ = finished
     mnli, rte = rows = collect(folder)
     assert (mnli["task"], rte["task"]) == ("mnli", "rte")
     both = [mnli["metrics"][f"{split} accuracy"] for split in ("val", "val_mismatched")]
@@ -383,8 +382,8 @@ def test_the_table(trained):
 
 
 @pytest.mark.slow
-def test_finished_tasks_are_not_run_again(trained, capsys):
-    folder, call, _ = trained
+def test_finished_tasks_are_not_run_again(finished, capsys):
+    folder, call, _ = finished
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     assert here(*call, "--tasks", "rte") == 0  # the run of mnli exists, and is not requested
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
@@ -403,7 +402,7 @@ def refuse_last(capsys, *argv):
 
 
 @pytest.mark.slow
-def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
+def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(finished, run):
     (job,) = jobs_of(run, ["rte"])
     loaded = open_run(job.folder)
     start = open_run(job.after.folder).model
@@ -420,8 +419,8 @@ def test_the_pooler_comes_from_mnli_and_the_last_layer_is_new(trained, run):
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_run_is_evaluated_and_predicts(trained, capsys):
-    run = trained[0] / "rte_seed19"
+def test_a_fine_tuned_run_is_evaluated_and_predicts(finished, capsys):
+    run = finished[0] / "rte_seed19"
     assert "accuracy %" in printed(capsys, "eval", run, "--form", "rnn", "--chunk-size", "8")
     header, _, first, second = printed(capsys, "predict", run, "abc", "xyz", "a", "b", "--eager").splitlines()
     assert header.split()[:2] == ["sentence1", "sentence2"]
@@ -432,8 +431,8 @@ def test_a_fine_tuned_run_is_evaluated_and_predicts(trained, capsys):
 
 
 @pytest.mark.slow
-def test_the_score_is_that_of_the_last_step(trained, tmp_path):
-    copy = shutil.copytree(trained[0] / "rte_seed19", tmp_path / "rte_seed19")
+def test_the_score_is_that_of_the_last_step(finished, tmp_path):
+    copy = shutil.copytree(finished[0] / "rte_seed19", tmp_path / "rte_seed19")
     file = copy / "metrics.jsonl"
     end = [line for line in map(json.loads, file.read_text().splitlines()) if line["kind"] == "val"][-1]
     first = json.dumps(end | {"step": 1, "accuracy": 0.75})

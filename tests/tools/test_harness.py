@@ -35,7 +35,6 @@ def test_the_harness_finds_the_same_accuracies(name, tmp_path, capsys, monkeypat
     (task,) = blocks(ROOT / "tools/export/README.md", "yaml")
     (tmp_path / "tasks" / "mine.yaml").write_text(task)
     assert here("export", run, tmp_path / "gpt") == 0
-    capsys.readouterr()
     ours = [
         float(found)
         for found in re.findall(

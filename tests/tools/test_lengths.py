@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from lion.config import ConfigError
 from lion.runs import open_folder, open_run
 from lion.samples.seeds import derive
-from tests.helpers import here, printed, refuse, tiny_recipe
+from tests.helpers import here, printed, refuse, tiny_recipe, trained
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 
 TEXT = "the cat sat on the mat. the dog sat on the log. a hat, a bat; what of that?\n" * 60
 
 
-def trained(folder, task, mixer):
+def small_run(folder, task, mixer):
     file = folder / "text.txt"
     file.write_text(TEXT)
     path = folder / f"{task}_{mixer}.yaml"
@@ -33,8 +33,7 @@ optim: {{lr: 1e-3}}
 trainer: {{batch_size: 8, steps: 4, eval_every: 4, save_every: 4, compile: false, device: cpu}}
 run: {{root: {folder / "runs"}}}
 """)
-    assert here("train", path, "--no-eval") == 0
-    return folder / "runs" / path.stem
+    return trained(path)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    return trained(folder, "causal_lm", "lion_s")
+    return small_run(folder, "causal_lm", "lion_s")
 
 
 def rows_of(out):
@@ -113,15 +112,14 @@ def test_texts_are_tables_of_their_own(run, tmp_path):
     assert here("eval", run, *command, f"data.path={other}", f"data.root={tmp_path / 'data'}") == 0
     assert len({row["fingerprint"] for row in rows_of(tmp_path)}) == 2
     assert (tmp_path / "extrapolation.md").read_text().count("\n## ") == 2
-    again = tmp_path / "again" / run.name  # another model of this name
-    assert here("train", run.parents[1] / f"{run.name}.yaml", "seed=1", f"run.root={again.parent}", "--no-eval") == 0
-    assert here("eval", again, *command) == 0
+    trained(run.parents[1] / f"{run.name}.yaml", "seed=1", f"run.root={tmp_path}")  # another model of this name
+    assert here("eval", tmp_path / run.name, *command) == 0
     assert len(rows_of(tmp_path)) == 3
 
 
 @pytest.mark.slow
 def test_beyond_the_positions_there_is_nothing(folder, tmp_path, capsys):
-    run = trained(folder, "causal_lm", "softmax")
+    run = small_run(folder, "causal_lm", "softmax")
     capsys.readouterr()
     assert here("eval", run, "--lengths", "8,16,32", "--out", tmp_path) == 0
     out, err = capsys.readouterr()
@@ -137,7 +135,7 @@ def test_beyond_the_positions_there_is_nothing(folder, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_accuracy_of_a_masked_model(folder, tmp_path):
-    run = trained(folder, "masked_lm", "lion_s")
+    run = small_run(folder, "masked_lm", "lion_s")
     assert here("eval", run, "--form", "full", "--lengths", "16,32", "--out", tmp_path) == 0
     loaded = open_run(run)
     rows = rows_of(tmp_path)
@@ -156,7 +154,7 @@ def test_accuracy_of_a_masked_model(folder, tmp_path):
 
 @pytest.mark.slow
 def test_the_deviation_is_from_the_first_form_of_a_mixer_without_the_full_form(folder, tmp_path):
-    run = trained(folder, "causal_lm", "vim")
+    run = small_run(folder, "causal_lm", "vim")
     assert here("eval", run, "--lengths", "16,32", "--chunk-size", "8", "--out", tmp_path) == 0
     rows = rows_of(tmp_path)
     assert [(row["length"], row["form"]) for row in rows] == [(n, form) for n in (16, 32) for form in ("chunk", "rnn")]
@@ -182,9 +180,8 @@ def test_one_form_of_long_text_is_not_compared_with_the_full_form(run, monkeypat
 @pytest.mark.slow
 def test_lengths_are_of_text(tmp_path, capsys):
     pytest.importorskip("sklearn")
-    assert here("train", tiny_recipe(tmp_path, trainer={"steps": 3}), "--no-eval") == 0
-    capsys.readouterr()
-    assert "expected a run on text" in refuse(capsys, "eval", tmp_path / "runs" / "tiny", "--lengths", "16")
+    run = trained(tiny_recipe(tmp_path, trainer={"steps": 3}))
+    assert "expected a run on text" in refuse(capsys, "eval", run, "--lengths", "16")
 
 
 def test_the_weights_are_those_asked_for(run, monkeypatch):

@@ -29,7 +29,6 @@ def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
     for form in summary["forms"].values():
         assert form["deviation"] < 1e-4
     assert here("train", "lra_listops_softmax_window", *SHRINK, "model.window=8") == 0
-    capsys.readouterr()
     output = printed(capsys, "report", "started", "lra_listops_softmax_window")
     assert "softmax rope rotation window 8" in output
     assert "lion_s_hippo pre-trained, seed 6554595: stuck at chance" in output

@@ -14,7 +14,7 @@ from lion.config import ConfigError
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import assert_in, here, printed, refuse, tiny_recipe
+from tests.helpers import assert_in, here, printed, refuse, tiny_recipe, trained
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
@@ -43,8 +43,7 @@ def runs(tmp_path_factory):
     for name, model in KINDS.items():
         for seed in (0, 1):
             path = tiny_recipe(folder, f"{name.replace(' ', '_')}{seed}", model=model | {"position_embedding": None})
-            assert here("train", path, f"seed={seed}", "--no-eval") == 0
-            metrics = folder / "runs" / path.stem / "metrics.jsonl"
+            metrics = trained(path, f"seed={seed}") / "metrics.jsonl"
             learned = re.sub(r'"above_chance": [-.\de]+', '"above_chance": 9.0', metrics.read_text())
             metrics.write_text(learned)  # six steps learn nothing, which a report says
     for seed in (0, 1):
@@ -293,7 +292,6 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     assert here("report", first, *out) == 0
     assert here("report", first, second, *out) == 0
     before = page.read_text()
-    capsys.readouterr()
     line = refuse(capsys, "report", first, *out)
     said = "classification.json: holds lion_s0 (seed 0), missing here; --name NAME starts another report, --fresh"
     assert said in line

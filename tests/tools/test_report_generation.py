@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import yaml
 
-from tests.helpers import assert_in, here, refuse, tiny_recipe
+from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
+from tests.tools.test_sample import diffusion_recipe
 from tools.finished import load
 from tools.options import FIGURES
 from tools.report.distance import distance_table, frechet
@@ -21,18 +21,14 @@ KINDS = {"patch_2": {"patch_size": 2}, "patch_4": {"patch_size": 4}, "bare": {"p
 def runs(tmp_path_factory):
     """Train LightNet with two patch sizes and without TPE, two seeds each; measure the distance of the first run."""
     folder = tmp_path_factory.mktemp("generation")
-    assert here("train", tiny_recipe(folder, "judge", trainer={"steps": 3}), "--no-eval") == 0
+    judge = trained(tiny_recipe(folder, "judge", trainer={"steps": 3}))
     found = []
     for name, model in KINDS.items():
-        path = tiny_recipe(folder, name, model={"mixer": "lightnet", "position_embedding": None} | model)
-        recipe = yaml.safe_load(path.read_text()) | {"task": {"name": "diffusion", "shown": 0}}
-        path.write_text(yaml.safe_dump(recipe))
         for seed in (0, 1):
-            run = f"{name}_{seed}"
-            assert here("train", path, f"seed={seed}", f"run.name={run}", "--no-eval") == 0
-            found.append(folder / "runs" / run)
+            mixer = {"mixer": "lightnet", "position_embedding": None}
+            found.append(trained(diffusion_recipe(folder, f"{name}_{seed}", model=mixer | model), f"seed={seed}"))
     how = ["--samples", 24, "--steps", 2, "--guidance", 1.5]
-    assert here("distance", found[0], "--features", folder / "runs" / "judge", *how) == 0
+    assert here("distance", found[0], "--features", judge, *how) == 0
     return found
 
 

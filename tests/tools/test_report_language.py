@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import assert_in, here, printed, refuse, tiny_recipe
+from tests.helpers import assert_in, here, printed, refuse, tiny_recipe, trained
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table
@@ -17,7 +17,7 @@ from tools.report.tables import glue_table, result_table
 LAYOUTS = {"packed": "pack: documents", "borderless": "document_mask: false", "padded": "pack: padded"}
 
 
-def trained(folder, name, layout, *overrides, held_out="eval_pack: padded"):
+def small_run(folder, name, layout, *overrides, held_out="eval_pack: padded"):
     (folder / "text.txt").write_text("\n".join(f"{i} " + "abc def " * (i % 3) for i in range(60)))
     path = folder / f"{name}.yaml"
     path.write_text(f"""
@@ -29,8 +29,7 @@ optim: {{lr: 1e-3}}
 trainer: {{batch_size: 4, steps: 4, eval_every: 2, log_every: 1, compile: false, device: cpu}}
 run: {{root: {folder / "runs"}}}
 """)
-    assert here("train", path, "--no-eval", *overrides) == 0
-    return folder / "runs" / path.stem
+    return trained(path, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     found = []
     for name, layout in LAYOUTS.items():
-        found += [trained(folder, f"{name}{seed}", layout, f"seed={seed}") for seed in (0, 1)]
+        found += [small_run(folder, f"{name}{seed}", layout, f"seed={seed}") for seed in (0, 1)]
     return found
 
 
@@ -81,7 +80,7 @@ def test_padding_does_not_count_as_speed(runs):
 
 @pytest.mark.slow
 def test_layouts_judged_by_their_own_samples_do_not_compare(tmp_path):
-    own = [trained(tmp_path, name, LAYOUTS[name], held_out="eval_pack: null") for name in ("packed", "padded")]
+    own = [small_run(tmp_path, name, LAYOUTS[name], held_out="eval_pack: null") for name in ("packed", "padded")]
     with pytest.raises(ConfigError, match=r"they differ in data\.pack"):
         grouped(own)
 
@@ -89,9 +88,7 @@ def test_layouts_judged_by_their_own_samples_do_not_compare(tmp_path):
 @pytest.mark.slow
 def test_several_tables_in_one_report(runs, tmp_path, capsys):
     pytest.importorskip("sklearn")
-    assert here("train", tiny_recipe(tmp_path), "--no-eval") == 0
-    capsys.readouterr()
-    sections = ["--section", "Packing", *runs, "--section", "Pictures", tmp_path / "runs" / "tiny"]
+    sections = ["--section", "Packing", *runs, "--section", "Pictures", trained(tiny_recipe(tmp_path))]
     out = printed(capsys, "report", *sections, "--out", tmp_path, "--name", "both")
     assert out.index("Packing") < out.index("tokens/s") < out.index("Pictures") < out.index("images/s")
     text = (tmp_path / "both.md").read_text()
@@ -128,7 +125,6 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     notes.write_text("Read this.")
     assert here("report", *where, "--notes", notes) == 0
     assert (tmp_path / "masked_lm.md").read_text() == before + "\n## Notes\n\nRead this.\n"
-    capsys.readouterr()
     assert "expected runs" in refuse(capsys, "report", "--name", "other", "--out", tmp_path)
 
 
@@ -192,7 +188,7 @@ def test_the_mean_of_glue_counts_the_numbers_of_mnli_as_the_recipe_does(recipe, 
 @pytest.mark.slow
 def test_a_run_limited_by_time_reports_its_tokens(tmp_path):
     growing = ("trainer.time=0.002min", "trainer.batch_ramp=60%", "trainer.batch_start=2")
-    run = trained(tmp_path, "timed", LAYOUTS["packed"], *growing)
+    run = small_run(tmp_path, "timed", LAYOUTS["packed"], *growing)
     text = (run / "metrics.jsonl").read_text()
     last = json.loads(text.splitlines()[-1])
     held = load(str(run))
