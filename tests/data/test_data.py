@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
+from torch.testing import assert_close
 from torchvision.transforms import v2
 
 import data
@@ -46,7 +47,7 @@ from lion.tasks.image_classification import ImageClassification
 from tests.helpers import picture, pictures, refuse, tiny_recipe
 from tools.compose import describe_data, resolve
 
-from .helpers import counts, opened, refused
+from .helpers import counts, opened, refused, samples_of
 
 
 def make(name, **settings):
@@ -56,6 +57,14 @@ def make(name, **settings):
 def published(name):
     kind = data.dataset(name)
     return kind(kind.Config()).published()
+
+
+def class_folders(root):
+    """Make the folders of two classes of images for training and validation, and return them."""
+    places = [root / place for place in ("train/a", "train/b", "val/a", "val/b")]
+    for place in places:
+        place.mkdir(parents=True)
+    return places
 
 
 def folder(root, **settings):
@@ -128,9 +137,8 @@ def test_sizes_and_channels_come_from_the_data(tmp_path):
 def test_images_of_more_than_eight_bits(tmp_path):
     """Pillow's conversion to 8 bits clips at 255."""
     ramp = np.arange(0, 65_536, 128, dtype=np.uint16).reshape(16, 32)[:, :24]
-    for place in ("train/a", "train/b", "val/a", "val/b"):
-        (tmp_path / place).mkdir(parents=True)
-        Image.fromarray(ramp).save(tmp_path / place / "0.png")
+    for place in class_folders(tmp_path):
+        Image.fromarray(ramp).save(place / "0.png")
     for cache in (None, "memory"):
         splits = folder(tmp_path, crop=1.0, cache=cache)
         assert splits.info.channels == 1
@@ -142,10 +150,9 @@ def test_images_of_more_than_eight_bits(tmp_path):
 
 
 def test_the_middle_of_an_image_fills_the_frame(tmp_path):
-    for place in ("train/a", "train/b", "val/a", "val/b"):
-        (tmp_path / place).mkdir(parents=True)
+    for place in class_folders(tmp_path):
         for i, shape in enumerate([(100, 100), (101, 100), (40, 90), (7, 90)]):
-            Image.new("L", shape, 255).save(tmp_path / place / f"{i}.png")
+            Image.new("L", shape, 255).save(place / f"{i}.png")
     for size in ((64, 128), (32, 8), (30, 20)):
         for crop in (0.875, 1.0):
             for sample in folder(tmp_path, image_size=list(size), crop=crop).val:
@@ -172,16 +179,12 @@ def test_other_names_of_the_validation_images(tmp_path, name, caplog):
 
 def test_one_folder_without_a_split(tmp_path):
     pictures(tmp_path, ONE)
-    splits = folder(tmp_path, val_split=0.25)
-    assert counts(splits) == [15, 5, None]
-    assert not set(splits.train.indices) & set(splits.val.indices)
-    assert folder(tmp_path, val_split=0.25).val.indices == splits.val.indices
+    for limit, count in ((None, 15), (6, 6), (100, 15)):
+        splits, again = (folder(tmp_path, val_split=0.25, limit=limit) for _ in range(2))
+        assert counts(splits) == [count, 5, None]
+        assert not set(splits.train.indices) & set(splits.val.indices)
+        assert splits.train.indices == again.train.indices and splits.val.indices == again.val.indices
     assert splits.train.transform is not splits.val.transform
-    few = folder(tmp_path, val_split=0.25, limit=6)
-    assert counts(few) == [6, 5, None]
-    assert not set(few.train.indices) & set(few.val.indices)
-    assert few.train.indices == folder(tmp_path, val_split=0.25, limit=6).train.indices
-    assert counts(folder(tmp_path, val_split=0.25, limit=100)) == [15, 5, None]
 
 
 @pytest.mark.parametrize("settings", [{}, {"pad": 4}, {"rand_augment": "rand-m9-mstd0.5-inc1"}, {"val_split": 0.4}])
@@ -195,16 +198,21 @@ def test_decoding_once_changes_nothing(tmp_path, settings):
             torch.manual_seed(i)
             want = a[i]
             torch.manual_seed(i)
-            got = b[i]
-            assert torch.equal(want["image"], got["image"]) and want["label"] == got["label"]
+            assert_close(b[i], want, rtol=0, atol=0)
+
+
+def places_in(whole, part):
+    """Return the places (y, x) of an image at which another one of 16 x 24 pixels stands."""
+    height, width = whole.shape[1] - 15, whole.shape[2] - 23
+    places = [(y, x) for y in range(height) for x in range(width)]
+    return {(y, x) for y, x in places if torch.equal(part, whole[:, y : y + 16, x : x + 24])}
 
 
 def test_images_that_stay_on_the_device(tmp_path):
     pictures(tmp_path, TWO)
     plain, kept = (folder(tmp_path, pad=3, flip=0.5, cache=c) for c in (None, "device"))
     assert kept.info == plain.info and counts(kept)[:2] == [5, 2]
-    for i in range(2):
-        assert torch.equal(kept.val[i]["image"], plain.val[i]["image"])
+    assert_close(samples_of(kept.val), samples_of(plain.val), rtol=0, atol=0)
     batch = kept.val.batch([1, 0, 1], "cpu")
     assert torch.equal(batch["image"], torch.stack([plain.val[i]["image"] for i in (1, 0, 1)]))
     assert batch["label"].tolist() == [1, 0, 1] and batch["image"].dtype == torch.uint8
@@ -213,38 +221,35 @@ def test_images_that_stay_on_the_device(tmp_path):
         return kept.train.batch(indices, "cpu", torch.Generator().manual_seed(seed))["image"]
 
     assert torch.equal(draw(1, [0, 1, 2]), draw(1, [0, 1, 2])) and not torch.equal(draw(1, [0] * 9), draw(2, [0] * 9))
-    seen, whole = set(), F.pad(kept.train.pixels[4], (3, 3, 3, 3))
+    whole = F.pad(kept.train.pixels[4], (3, 3, 3, 3))
+    seen = set()
     for image in draw(0, [4] * 300):
-        for mirrored in (False, True):
-            straight = image.flip(-1) if mirrored else image
-            seen |= {
-                (y, x, mirrored)
-                for y in range(7)
-                for x in range(7)
-                if torch.equal(straight, whole[:, y : y + 16, x : x + 24])
-            }
+        seen |= {(*place, False) for place in places_in(whole, image)}
+        seen |= {(*place, True) for place in places_in(whole, image.flip(-1))}
     assert len(seen) > 90 and {m for *_, m in seen} == {True, False}  # of 98 possible crops
+
+
+def resized(image):
+    """Return an image of 16 x 24 pixels, uint8 (channels, 16, 24)."""
+    return v2.functional.pil_to_tensor(v2.functional.resize(image, [16, 24], v2.InterpolationMode.BICUBIC))
 
 
 def test_crops(tmp_path):
     pictures(tmp_path, TWO)
     whole = folder(tmp_path, pad=4, flip=0).train
-    small = v2.functional.resize(picture(1, (31, 20)), [16, 24], interpolation=v2.InterpolationMode.BICUBIC)
+    padded = F.pad(resized(picture(1, (31, 20))), (4, 4, 4, 4))
     shifts = set()
     for seed in range(40):
         torch.manual_seed(seed)
-        got = whole[1]["image"]
-        padded = F.pad(v2.functional.pil_to_tensor(small), (4, 4, 4, 4))
-        found = [(y, x) for y in range(9) for x in range(9) if torch.equal(got, padded[:, y : y + 16, x : x + 24])]
+        found = places_in(padded, whole[1]["image"])
         assert found
-        shifts |= set(found)
+        shifts |= found
     assert len(shifts) > 20
+    want = resized(picture(0, (30, 20), "L").convert("RGB"))
     plain = folder(tmp_path, pad=4).val[0]["image"]  # a 30 x 20 image, resized to 24 x 16
-    want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
-    assert torch.equal(plain, v2.functional.pil_to_tensor(want))
+    assert torch.equal(plain, want)
     middle = folder(tmp_path, image_size=[14, 14]).val[0]["image"]  # shorter side 14 / 0.875 = 16
-    want = v2.functional.resize(picture(0, (30, 20), "L").convert("RGB"), [16, 24], v2.InterpolationMode.BICUBIC)
-    assert torch.equal(middle, v2.functional.pil_to_tensor(want)[:, 1:15, 5:19])
+    assert torch.equal(middle, want[:, 1:15, 5:19])
 
 
 def test_augmentation_stands_between_crop_and_pixels(tmp_path, monkeypatch):
@@ -674,12 +679,6 @@ def test_hf_columns_named_and_labels_of_text(tmp_path):
     order = [*splits.train.indices, *splits.val.indices]
     labels = [splits.train.source[i][1] for i in sorted(order)]
     assert labels == [1, 0, 1, 0, 1, 0]
-
-
-def test_hf_folders_of_images(tmp_path):
-    pictures(tmp_path, TWO)
-    splits = hub(tmp_path, image_size=[8, 8])
-    assert splits.info.classes == ("cat", "dog") and counts(splits)[:2] == [5, 2]
 
 
 def test_hf_that_is_not_there(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from data.text.corpus import open_corpus
 from data.text.tokenizers import open_tokenizer
-from tests.helpers import printed, refuse
+from tests.helpers import assert_in, printed, refuse
 
 from .helpers import counts, opened, refusal, refused
 
@@ -31,6 +31,19 @@ def write(path, rows):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def table(path, rows, names):
+    """Write texts and numbers of classes as the Hub has them, with the names of the classes, if there are any."""
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    datasets.Dataset.from_list(rows, features=features).to_parquet(path)
+
+
+def of_labels(path, labels, **settings):
+    """Write rows with these labels, and return the data set."""
+    return labelled(write(path, [{"text": "x", "label": label} for label in labels]), **settings)
 
 
 def texts_of(split):
@@ -76,39 +89,38 @@ def test_pairs_numbers_and_columns(tmp_path):
     splits = labelled(file, text_columns=["body", "title"]).build()
     assert splits.info.classes == () and splits.train.labels.dtype == torch.float32
     assert texts_of(splits.train)[0].endswith("[SEP]x[SEP]")
-    words = [{"comment": f"c{i}", "kind": "None" if i % 2 else "NA"} for i in range(12)]
-    splits = labelled(write(tmp_path / "words.csv", words), label_column="kind").build()
-    assert splits.info.classes == ("NA", "None")
-    years = [{"text": f"t{i}", "label": 2000 + i % 11} for i in range(33)]
-    assert labelled(write(tmp_path / "years.csv", years)).build().info.classes == tuple(map(str, range(2000, 2011)))
+    assert of_labels(tmp_path / "words.csv", ["NA", "None"] * 6).build().info.classes == ("NA", "None")
+    years = range(2000, 2011)
+    assert of_labels(tmp_path / "years.csv", [*years] * 3).build().info.classes == tuple(map(str, years))
 
 
 def test_what_is_refused_is_named(tmp_path):
-    def refused(path, **settings):
-        return refusal(lambda: labelled(path, **settings).build())
+    def check(message, path, **settings):
+        assert message in refusal(lambda: labelled(path, **settings).build())
 
     file = write(tmp_path / "train.csv", ROWS)
-    assert "no file or folder" in refused(tmp_path / "nosuch")
     (tmp_path / "notes.txt").write_text("x")
-    assert "ends with .txt, expected one of .jsonl, .json" in refused(tmp_path / "notes.txt")
     (tmp_path / "none").mkdir()
-    assert "no file train.csv in" in refused(tmp_path / "none")
-    assert "text_columns: expected one or two columns" in refused(file, text_columns=["a", "b", "c"])
-    assert "no column 'txt', did you mean 'text'" in refused(file, text_columns=["txt"])
-    assert "no column 'labl', did you mean 'label'" in refused(file, label_column="labl")
+    check("no file or folder", tmp_path / "nosuch")
+    check("ends with .txt, expected one of .jsonl, .json", tmp_path / "notes.txt")
+    check("no file train.csv in", tmp_path / "none")
+    check("text_columns: expected one or two columns", file, text_columns=["a", "b", "c"])
+    check("no column 'txt', did you mean 'text'", file, text_columns=["txt"])
+    check("no column 'labl', did you mean 'label'", file, label_column="labl")
+    check("val_split: 0.01 of 30 rows leaves a split empty", file, val_split=0.01)
     other = write(tmp_path / "other.csv", [{"a": "x", "b": "y", "c": f"z{i % 2}"} for i in range(9)])
-    assert "data.label_column: must be set to one of a, b, c" in refused(other)
-    assert refused(other, label_column="c").endswith("data.text_columns: must be set to one or two of a, b")
-    holes = write(tmp_path / "holes.csv", [{"text": "x", "label": "yes" if i != 4 else ""} for i in range(9)])
-    assert "row 5: data.label_column: 'label' holds '', expected classes or numbers" in refused(holes)
-    assert "has 1 different labels, expected 2 to 1,000" in refused(other, label_column="b", text_columns=["a"])
-    many = write(tmp_path / "many.csv", [{"text": "x", "label": f"l{i}"} for i in range(1001)])
-    assert "has 1,001 different labels" in refused(many)
-    write(tmp_path / "validation.csv", [{"text": "x", "label": "maybe"}])
-    assert "row 1: label: 'maybe' is not a label of the training rows" in refused(tmp_path)
+    check("data.label_column: must be set to one of a, b, c", other)
+    check("data.text_columns: must be set to one or two of a, b", other, label_column="c")
+    check("has 1 different labels, expected 2 to 1,000", other, label_column="b", text_columns=["a"])
+    odd = tmp_path / "odd.csv"
+    of_labels(odd, [*"yyyy", "", *"yyyy"])
+    check("row 5: data.label_column: 'label' holds '', expected classes or numbers", odd)
+    of_labels(odd, [f"l{i}" for i in range(1001)])
+    check("has 1,001 different labels", odd)
+    of_labels(tmp_path / "validation.csv", ["maybe"])
+    check("row 1: label: 'maybe' is not a label of the training rows", tmp_path)
     (tmp_path / "validation.csv").write_text("")
-    assert "validation.csv: no rows, the file is empty" in refused(tmp_path)
-    assert "val_split: 0.01 of 30 rows leaves a split empty" in refused(file, val_split=0.01)
+    check("validation.csv: no rows, the file is empty", tmp_path)
 
 
 def test_prepare_reads_the_files(tmp_path, capsys):
@@ -123,28 +135,23 @@ def test_prepare_reads_the_files(tmp_path, capsys):
 
 def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
     """Check parquet as the Hub has it, with numbers as labels and their names beside them."""
-    datasets = pytest.importorskip("datasets")
-    rows = {"text": [f"word{i}" for i in range(30)], "label": [i % 2 for i in range(30)]}
+    rows = [{"text": f"word{i}", "label": i % 2} for i in range(30)]
     for names in (["positive", "negative"], None):
-        label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
-        table = datasets.Dataset.from_dict(rows, datasets.Features({"text": datasets.Value("string"), "label": label}))
-        table.to_parquet(str(tmp_path / "train.parquet"))
+        table(tmp_path / "train.parquet", rows, names)
         splits = labelled(tmp_path).build()
         assert splits.info.classes == tuple(names or "01")
         assert splits.train.labels[:4].tolist() == [int(text[9:-5]) % 2 for text in texts_of(splits.train)[:4]]
-    for split, names in (("train", ["pos", "neg"]), ("validation", ["neg", "pos"])):
-        label = datasets.ClassLabel(names=names)
-        table = datasets.Dataset.from_dict(rows, datasets.Features({"text": datasets.Value("string"), "label": label}))
-        table.to_parquet(str(tmp_path / f"{split}.parquet"))
+    table(tmp_path / "train.parquet", rows, ["pos", "neg"])
+    table(tmp_path / "validation.parquet", rows, ["neg", "pos"])
     refused(r"classes of column 'label' differ: pos, neg in .* and neg, pos in", labelled(tmp_path).build)
 
 
 def test_labels_of_several_classes_are_refused_in_one_line(tmp_path):
     for label in ([1, 2], {"a": 1}, None):
-        file = write(tmp_path / "several.jsonl", [{"text": f"word{i}", "label": label} for i in range(9)])
-        refused(r"'label' holds .*, expected classes or numbers", labelled(file).build)
+        several = of_labels(tmp_path / "several.jsonl", [label] * 9)
+        refused(r"'label' holds .*, expected classes or numbers", several.build)
     write(tmp_path / "train.jsonl", ROWS)
-    write(tmp_path / "validation.jsonl", [{"text": "x", "label": ["yes"]}])
+    of_labels(tmp_path / "validation.jsonl", [["yes"]])
     refused(r"row 1: label: \['yes'\] is not a label of the training rows", labelled(tmp_path).build)
 
 
@@ -169,7 +176,7 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     rows, columns, words = ROWS, "text", ["good word7"]
     if pairs:
         rows = [{"premise": row["text"], "hypothesis": "x", "label": row["label"]} for row in ROWS]
-        columns, words = "premise, hypothesis", ["good word7", "x"]
+        columns, words = "premise, hypothesis", [*words, "x"]
     file = write(tmp_path / "own.csv", rows)
     run = tmp_path / "own"
     small = "model.dim=16 model.depth=1 model.num_heads=2 trainer.compile=false trainer.epochs=1 trainer.batch_size=4"
@@ -179,7 +186,7 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     )
     file.unlink()
     out = printed(capsys, "predict", run, *words, "--eager")
-    assert "yes" in out and "no" in out
+    assert_in(out, "yes", "no")
     assert ("hypothesis" in out) == pairs
     (tmp_path / "review.txt").write_text("good")
     said = refuse(capsys, "predict", run, tmp_path / "review.txt", *words[1:])
@@ -187,17 +194,13 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     if pairs:
         said = refuse(capsys, "predict", run, "good word7")
         assert "'good word7' is incomplete, this run expects premise and hypothesis for each sample" in said
-    said = refuse(capsys, "train", "text_tiny_lion_s", f"data.path={tmp_path / 'gone.csv'}", "run.name=x")
-    assert "no file or folder" in said
 
 
 def test_rows_without_a_label_are_left_out(tmp_path, caplog):
     """Check tables with names of classes, in which -1 is no label, as in SNLI."""
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     for split, labels in (("train", [0, 1, -1, 1] * 5), ("validation", [0, -1]), ("test", [-1, -1])):
         rows = [{"text": f"{split} {i}", "label": label} for i, label in enumerate(labels)]
-        datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
+        table(tmp_path / f"{split}.parquet", rows, ["no", "yes"])
     caplog.set_level("INFO")
     splits = labelled(tmp_path).build()
     assert splits.info.classes == ("no", "yes") and counts(splits) == [15, 1, None]
@@ -206,27 +209,19 @@ def test_rows_without_a_label_are_left_out(tmp_path, caplog):
 
 def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
     """Readers that guess types by chunks find numbers in one part of a column and words in another."""
-    rows = [{"text": "one", "label": i % 2} for i in range(12_000)] + [{"text": "7", "label": "unknown"}]
-    built = labelled(write(tmp_path / "mixed.csv", rows), val_split=0.5).build()
-    assert built.info.classes == ("0", "1", "unknown") and len(built.train) + len(built.val) == len(rows)
-    shares = [{"text": "x", "label": label} for label in (".25", "+1.5", "2.", "3") * 5]
-    assert labelled(write(tmp_path / "shares.csv", shares)).build().train.labels.unique().tolist() == [0.25, 1.5, 2, 3]
-    coded = [{"text": "x", "label": label} for label in ("7", "007", "9" * 5000) * 20]
-    assert labelled(write(tmp_path / "coded.csv", coded)).build().info.classes == ("007", "7", "9" * 5000)
-    write(tmp_path / "train.csv", [{"text": "x", "label": f"{i}"} for i in [*range(11)] * 4])
+    file = tmp_path / "own.csv"
+    built = of_labels(file, [0, 1] * 6000 + ["unknown"], val_split=0.5).build()
+    assert built.info.classes == ("0", "1", "unknown") and len(built.train) + len(built.val) == 12_001
+    for labels, numbers in (((".25", "+1.5", "2.", "3"), [0.25, 1.5, 2, 3]), ((" 0.5", " 1", "2 "), [0.5, 1, 2])):
+        assert of_labels(file, labels * 9).build().train.labels.unique().tolist() == numbers
+    assert of_labels(file, ("7", "007", "9" * 5000) * 20).build().info.classes == ("007", "7", "9" * 5000)
+    for labels, missing in (("0.5", "1", "2e-1"), "none"), (("0", "1", "2"), "NA"), (("0", "1", "2"), "nan"):
+        mixed = of_labels(file, (*labels, missing), val_split=0.5)
+        refused(f"'label' holds '{missing}' among numbers", mixed.build)
+    of_labels(tmp_path / "train.csv", [*range(11)] * 4)
     (tmp_path / "validation.jsonl").write_text('{"text": "x", "label": 10}\n')
     built = labelled(tmp_path).build()
     assert built.info.classes == tuple(map(str, range(11))) and built.val.labels.tolist() == [10]
-    scores = [{"text": "x", "label": label} for label in ("0.5", "1", "2e-1", "none")]
-    refused("'label' holds 'none' among numbers", labelled(write(tmp_path / "scores.csv", scores), val_split=0.5).build)
-    for missing in ("NA", "nan"):
-        stars = [{"text": "x", "label": label} for label in ("0", "1", "2", missing)]
-        refused(
-            f"'label' holds '{missing}' among numbers",
-            labelled(write(tmp_path / "stars.csv", stars), val_split=0.5).build,
-        )
-    spaced = [{"text": "x", "label": label} for label in (" 0.5", " 1", "2 ") * 9]
-    assert labelled(write(tmp_path / "spaced.csv", spaced)).build().train.labels.unique().tolist() == [0.5, 1, 2]
 
 
 def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
@@ -271,8 +266,8 @@ def test_labels_are_trimmed_and_missing_ones_refused(tmp_path):
     for missing in ("nan", "NULL", " "):
         write(file, [*ROWS, dict(ROWS[0], label=missing)])
         refused(r"row 31: data\.label_column: 'label' holds", labelled(file).build)
-    write(file, [dict(row, label=f"{i},5" if i else "2") for i, row in enumerate(ROWS)])
-    refused(r"'label' holds '\d,5'; write numbers as \d\.5", labelled(file).build)
+    commas = of_labels(file, ["2", "3,5", "4,5"] * 9)
+    refused(r"'label' holds '\d,5'; write numbers as \d\.5", commas.build)
 
 
 def test_text_like_dates_stays_text_and_lists_are_named(tmp_path):

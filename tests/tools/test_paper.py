@@ -39,10 +39,9 @@ def by_seed(values):
 
 def assert_agree(found, known):
     """Compare a difference with SciPy's result of a test."""
-    low, high = known.confidence_interval()
+    interval = found.mean - found.half, found.mean + found.half
     assert found.p == pytest.approx(known.pvalue)
-    assert found.mean - found.half == pytest.approx(low)
-    assert found.mean + found.half == pytest.approx(high)
+    assert interval == pytest.approx(tuple(known.confidence_interval()))
 
 
 def test_paired_differences_are_students_t():
@@ -222,9 +221,13 @@ def test_a_table_with_errors_is_refused(tmp_path, change, message):
 
 # the page
 
-CLOSE = {"a": by_seed([0.60, 0.64, 0.66]), "b": by_seed([0.58, 0.60, 0.63])}
-APART = {"a": by_seed([0.9, 0.91, 0.92]), "b": by_seed([0.5, 0.51, 0.53])}
-STEADY = {"a": by_seed([0.5, 0.52, 0.51]), "b": by_seed([0.4, 0.43, 0.42])}
+CLOSE = {"a": (0.60, 0.64, 0.66), "b": (0.58, 0.60, 0.63)}  # values by row, in the order of seeds
+APART = {"a": (0.9, 0.91, 0.92), "b": (0.5, 0.51, 0.53)}
+STEADY = {"a": (0.5, 0.52, 0.51), "b": (0.4, 0.43, 0.42)}
+
+
+def cells_of(made):
+    return cells("t", made, "mini")
 
 
 def row_of(mixer, **more):
@@ -245,16 +248,21 @@ def raw(cell, value, data="d1"):
 
 
 def filled(tmp_path, made, values):
-    """Return a store with values by row and seed."""
+    """Return a store with values by row, in the order of seeds."""
     store = open_store(tmp_path / "paper.json")
-    for cell in cells("t", made, "mini"):
-        if cell.seed in values.get(cell.row, {}):
-            add_row(store, raw(cell, values[cell.row][cell.seed]))
+    for cell in cells_of(made):
+        for value in values.get(cell.row, ())[cell.seed : cell.seed + 1]:
+            add_row(store, raw(cell, value))
     return store
 
 
+def markdown(store, *made):
+    """Return the page of some tables, which are called t, u, .."""
+    return page.markdown(dict(zip("tuvwxyzabcd", made)), store, {})
+
+
 def page_of(tmp_path, made, values):
-    return page.markdown({"t": made}, filled(tmp_path, made, values), {})
+    return markdown(filled(tmp_path, made, values), made)
 
 
 def lines_of(text, name):
@@ -275,7 +283,7 @@ def lines_of(text, name):
     ],
 )
 def test_verdicts(tmp_path, a, b, kind, verdict):
-    text = page_of(tmp_path, table(**{kind: [["a", "b"]]}), {"a": by_seed(a), "b": by_seed(b)})
+    text = page_of(tmp_path, table(**{kind: [["a", "b"]]}), {"a": a, "b": b})
     lines = lines_of(text, "a > b")
     assert f"| {verdict} |" in lines[-1]
     judged = verdict not in ("incomplete", "not run")
@@ -291,9 +299,9 @@ def test_verdicts(tmp_path, a, b, kind, verdict):
 def test_a_row_with_a_run_at_chance_is_not_judged_and_is_remarked(tmp_path):
     made = table(claims=[["a", "b"]])
     store = filled(tmp_path, made, APART)
-    stuck = cells("t", made, "mini")[-1]
+    stuck = cells_of(made)[-1]
     store.rows[stuck.key, stuck.seed]["remark"] = "stuck at chance: 53 %"
-    text = page.markdown({"t": made}, store, {})
+    text = markdown(store, made)
     assert "| incomplete |" in text
     assert "| confirmed |" not in text.partition("## T")[2]
     assert f"\n- {stuck.row}, seed {stuck.seed}: stuck at chance: 53 %\n" in text
@@ -301,8 +309,7 @@ def test_a_row_with_a_run_at_chance_is_not_judged_and_is_remarked(tmp_path):
 
 def verdict_of(tmp_path, values, *made):
     """Return the verdict of a > b on a page of tables, whose first table has these values."""
-    store = filled(tmp_path, made[0], values)
-    text = page.markdown({f"t{i}": each for i, each in enumerate(made)}, store, {})
+    text = markdown(filled(tmp_path, made[0], values), *made)
     return lines_of(text, "a > b")[-1].split(" | ")[3]
 
 
@@ -325,22 +332,22 @@ def test_a_comparison_of_several_tables_counts_once_in_the_correction(tmp_path):
         same.append(table(rows=rows, noise="pairs", open=[pair], title=f"T{i}"))
     made = table(noise="pairs", claims=[["a", "b"]])
     assert verdict_of(tmp_path, CLOSE, made, *same) == "confirmed"
-    text = page.markdown({"t": made, "u": same[0]}, filled(tmp_path, made, CLOSE), {})
+    text = markdown(filled(tmp_path, made, CLOSE), made, same[0])
     assert lines_of(text, "first > second")[-1].split(" | ")[3] == "yes"
 
 
 def test_a_row_has_the_seeds_of_all_tables(tmp_path):
     few = table(mini={"recipe": "cifar10_mini", "seeds": 2})
     many = table(mini={"recipe": "cifar10_mini", "seeds": 4})
-    values = {"a": by_seed([0.5, 0.52, 0.51, 0.53]), "b": {0: 0.4}}
-    found = results_of(few, cells("t", few, "mini"), filled(tmp_path, many, values))
+    values = {"a": (0.5, 0.52, 0.51, 0.53), "b": (0.4,)}
+    found = results_of(few, cells_of(few), filled(tmp_path, many, values))
     assert list(found.values["a"]) == [0, 1, 2, 3]
     assert found.made == 3, "of the four runs that the table asks for"
 
 
 def test_single_runs_decide_nothing_and_are_incomplete(tmp_path):
     made = table(mini={"recipe": "cifar10_mini", "seeds": 1}, claims=[["a", "b"]])
-    assert verdict_of(tmp_path, {"a": {0: 0.7}, "b": {0: 0.5}}, made) == "incomplete"
+    assert verdict_of(tmp_path, {"a": (0.7,), "b": (0.5,)}, made) == "incomplete"
 
 
 def test_the_overview_begins_with_contradictions_beside_the_papers_difference(tmp_path):
@@ -350,11 +357,11 @@ def test_the_overview_begins_with_contradictions_beside_the_papers_difference(tm
         "b": row_of("lion_d", published={"top-1": "71.0 ± 0.2"}),
         "c": row_of("lion_lit", published={"top-1": "fails"}),
     }
-    values = CLOSE | {"c": by_seed([0.2, 0.21, 0.22])}
+    values = CLOSE | {"c": (0.2, 0.21, 0.22)}
     common = {"rows": rows, "noise": "pairs", "columns": ["top-1", "time"]}
     made = table(**common, claims=[["a", "b"], ["c", "a"]], title="LION, Table 99: x")
     asked = table(**common, open=[["b", "a"], ["b", "c"]], title="Own")
-    text = page.markdown({"t": made, "u": asked}, filled(tmp_path, made, values), {})
+    text = markdown(filled(tmp_path, made, values), made, asked)
     found, questions = text.split("\n## ")[1:3]
     first, second = (line.split(" | ") for line in found.splitlines() if line.startswith("| "))
     assert (first[0], first[4]) == ("| c > a", "-")
@@ -376,12 +383,12 @@ def test_runs_stand_in_the_order_of_their_seeds(tmp_path):
     store = filled(tmp_path, made, STEADY)
     first = next(iter(store.rows.values()))
     store.add(dict(first))  # stored again, as with the scores on GLUE
-    for own in results_of(made, cells("t", made, "mini"), store).runs.values():
+    for own in results_of(made, cells_of(made), store).runs.values():
         assert list(own) == sorted(own)
 
 
 def test_solved_runs_are_counted_where_rows_have_noise_of_their_own(tmp_path):
-    values = {"a": {0: 0.995, 1: 1.0, 2: 0.5}, "b": {0: 0.3, 1: 0.4, 2: 0.989}}
+    values = {"a": (0.995, 1.0, 0.5), "b": (0.3, 0.4, 0.989)}
     text = page_of(tmp_path, table(noise="own", claims=[["a", "b"]]), values)
     (row,) = lines_of(text, "a")
     assert "| 2 of 3 |" in row
@@ -391,7 +398,7 @@ def test_solved_runs_are_counted_where_rows_have_noise_of_their_own(tmp_path):
 def test_a_shared_run_is_evaluated_at_the_lengths_of_all_its_tables():
     short = table(rows={"b": row_of("lion_d")}, lengths=[64, 32])
     every = {"t": table(), "u": short, "v": table(rows={"c": row_of("gla")}, lengths=[99])}
-    a, b = cells("t", every["t"], "mini")[:2]
+    a, b = cells_of(every["t"])[:2]
     assert lengths_of(a, every) == []
     assert lengths_of(b, every) == [32, 64]
 
@@ -402,7 +409,7 @@ def test_tables_of_one_frame_and_data_share_their_noise(tmp_path, budget):
     made = table(claims=[["a", "b"]])
     store = filled(tmp_path, made, STEADY)
     other = table(rows={"c": row_of("gla")}, title="O", mini={"recipe": "quickstart", "seeds": 3} | budget)
-    for cell, value in zip(cells("o", other, "mini"), (0.1, 0.9, 0.4)):
+    for cell, value in zip(cells_of(other), (0.1, 0.9, 0.4)):
         add_row(store, raw(cell, value))
     alone = parts.parts_of({"t": made}, store)
     beside = parts.parts_of({"t": made, "o": other}, store)
@@ -433,21 +440,21 @@ def test_intervals_that_would_leave_the_percentages_are_ranges(values, text):
 
 def test_published_tables_without_runs_are_on_the_page(tmp_path):
     made = table(mini=None, columns=["top-1"], rows={"a": tables.Row(recipe="quickstart", published={"top-1": "98"})})
-    text = page.markdown({"t": made}, open_store(tmp_path / "none.json"), {})
+    text = markdown(open_store(tmp_path / "none.json"), made)
     assert_in(text, "## T (published)", "| a | 98 | not run |", "--scale published")
 
 
 def test_the_page_says_how_its_runs_were_made(tmp_path):
     made = table()
-    store = filled(tmp_path, made, {"a": {0: 0.5}})
+    store = filled(tmp_path, made, {"a": (0.5,)})
     for row in store.rows.values():
         row["replaced"] = ["data.name=hf", "data.path=digits"]
-    text = page.markdown({"t": made}, store, {})
+    text = markdown(store, made)
     assert "`./run.sh paper --table t --data digits data.name=hf data.path=digits`" in text
     assert "read with `data.name=hf data.path=digits`" in text
     assert "All runs on CPUs so far took 0.017 core hours. The hours" in text
-    add_row(store, raw(cells("t", made, "mini")[2], 0.5) | {"device": "NVIDIA H200", "seconds": 3.6})
-    text = page.markdown({"t": made}, store, {})
+    add_row(store, raw(cells_of(made)[2], 0.5) | {"device": "NVIDIA H200", "seconds": 3.6})
+    text = markdown(store, made)
     assert "took 0.017 core hours. 1 on a GPU took 0.001 hours" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| t, mini"))
     assert line.endswith("| 0.067 |"), line  # a minute for each of four runs
@@ -457,7 +464,7 @@ def test_the_page_says_how_its_runs_were_made(tmp_path):
 def test_plots_show_what_the_runs_say(tmp_path, monkeypatch):
     """Draw a table by length and one by state, and remove the plot of a table whose runs are gone."""
     made = table(lengths=[32, 64])
-    store = filled(tmp_path, made, {"a": {0: 0.5}, "b": {0: 0.7}})
+    store = filled(tmp_path, made, {"a": (0.5,), "b": (0.7,)})
     for row in store.rows.values():
         row["more"] = {f"{n} tokens": row["val"] for n in (32, 64)}
     folder = tmp_path / "paper"
@@ -512,25 +519,24 @@ def test_times_of_steps_are_those_measured_last(tmp_path):
 
 
 def cell_of(made, row, seed):
-    (found,) = (cell for cell in cells("t", made, "mini") if (cell.row, cell.seed) == (row, seed))
-    return found
+    return next(cell for cell in cells_of(made) if (cell.row, cell.seed) == (row, seed))
 
 
 def test_runs_on_other_data_are_left_out(tmp_path):
     made = table()
-    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}, "b": {0: 0.7}})
+    store = filled(tmp_path, made, {"a": (0.5, 0.6), "b": (0.7,)})
     add_row(store, raw(cell_of(made, "b", 1), 0.9, data="d2"))
-    found = results_of(made, cells("t", made, "mini"), store)
+    found = results_of(made, cells_of(made), store)
     assert found.values == {"a": {0: 50.0, 1: 60.0}, "b": {0: 70.0}}
     assert (found.left_out, found.data) == (1, "d1")
-    assert "Left out, on other data: 1 of the stored runs" in page.markdown({"t": made}, store, {})
+    assert "Left out, on other data: 1 of the stored runs" in markdown(store, made)
 
 
 def test_a_run_without_a_test_makes_val_the_split(tmp_path):
     made = table()
-    store = filled(tmp_path, made, {"a": {0: 0.5, 1: 0.6}})
+    store = filled(tmp_path, made, {"a": (0.5, 0.6)})
     add_row(store, raw(cell_of(made, "b", 0), 0.7) | {"test": None})
-    found = results_of(made, cells("t", made, "mini"), store)
+    found = results_of(made, cells_of(made), store)
     assert found.split == "val"
     assert found.values["b"] == {0: 70.0}
 
@@ -597,24 +603,23 @@ def test_a_distance_replaces_the_metric_of_the_task(tmp_path):
     assert judge.after is None
     assert [job.after for job in rest] == [judge] * 6
     assert {job.cell.key for job in rest}.isdisjoint({cell.key for cell in cells("t", plain, "mini")})
-    store = filled(tmp_path, made, {"a": by_seed([0.1, 0.1, 0.2]), "b": by_seed([0.9, 0.8, 0.9])})
+    store = filled(tmp_path, made, {"a": (0.1, 0.1, 0.2), "b": (0.9, 0.8, 0.9)})
     for row in store.rows.values():
         row["distance"] = 10 * row["val"]
-    text = page.markdown({"t": made}, store, {})
+    text = markdown(store, made)
     assert_in(text, "|row|test FD-own|", "| a > b | +7.33", "| b | 8.67 ±")
 
 
 def test_the_best_rows_are_fine_tuned_when_all_runs_are_finished(tmp_path):
     made = table(glue={"recipes": ["m2_base", "modified"], "best": 1, "mini": ["--seeds=1"]})
-    values = {"a": by_seed([0.1, 0.1, 0.2]), "b": by_seed([0.9, 0.8])}
+    values = {"a": (0.1, 0.1, 0.2), "b": (0.9, 0.8)}
     assert not missing("t", made, "mini", filled(tmp_path, made, values))
-    values["b"][2] = 0.9
-    store = filled(tmp_path, made, values)
+    store = filled(tmp_path, made, values | {"b": (0.9, 0.8, 0.9)})
     ((cell, recipe, options),) = missing("t", made, "mini", store)
     assert (cell.row, cell.seed, recipe, options) == ("b", 0, "m2_base", ("--seeds=1",))
     store.rows[cell.key, 0]["glue"] = {"m2_base": {"rte": [50.0, 60.0], "cola": [10.0]}}
     assert not missing("t", made, "mini", store)
-    assert "| b | m2_base | 55.00 | 10.00 | 32.50 | 1-2 |" in page.markdown({"t": made}, store, {})
+    assert "| b | m2_base | 55.00 | 10.00 | 32.50 | 1-2 |" in markdown(store, made)
 
 
 def test_every_published_run_is_fine_tuned_with_the_recipes_of_its_row(tmp_path):
@@ -668,12 +673,12 @@ class Own:
 def own(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(tables, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(jobs, "start_command", command_here)
     return Own(tmp_path)
 
 
 @pytest.mark.slow
-def test_runs_are_made_once_and_stored_when_they_end(own, capsys, monkeypatch):
-    monkeypatch.setattr(jobs, "start_command", command_here)
+def test_runs_are_made_once_and_stored_when_they_end(own, capsys):
     runs = own.folder / "runs"
     own.run("--dry-run")
     plan = capsys.readouterr().out
@@ -746,8 +751,7 @@ def test_tables_have_the_names_of_the_papers():
 
 
 @pytest.mark.slow
-def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, capsys, monkeypatch):
-    monkeypatch.setattr(jobs, "start_command", command_here)
+def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, capsys):
     text = own.folder / "book.txt"
     text.write_text("\n".join(f"line {i} of a text" for i in range(1000)))
     data = {"name": "text", "path": str(text), "root": str(own.folder / "text"), "tokenizer": "bytes", "length": 16}
@@ -775,9 +779,8 @@ def test_text_is_evaluated_at_other_lengths_and_missing_data_are_named(own, caps
 
 
 @pytest.mark.slow
-def test_masked_language_models_are_fine_tuned(own, capsys, monkeypatch):
+def test_masked_language_models_are_fine_tuned(own, capsys):
     """Check that GLUE follows the training, is stored once, and may be missing."""
-    monkeypatch.setattr(jobs, "start_command", command_here)
     text = own.folder / "text.txt"
     text.write_text("\n".join(f"abcdef xyz zyx {i % 7} yz" for i in range(200)))
     data = {"name": "text", "path": str(text), "root": str(own.folder / "text"), "document": "line"}
