@@ -51,13 +51,16 @@ def test_every_task_is_read_with_its_columns_and_labels(root, task):
     assert splits.train.labels.tolist() == pytest.approx([row["label"] for row in rows])
     tokenizer, (cls, sep) = open_tokenizer("bytes"), (splits.info.id(name) for name in ("cls", "sep"))
     for i in (0, 5):
-        sample, texts = splits.train[i], [rows[i][column] for column in known.columns]
-        ids = [[*tokenizer.encode(text), sep] for text in texts]
-        real = sample["segments"] == 0
-        assert sample["tokens"][real].tolist() == [cls, *(token for part in ids for token in part)]
-        assert sample["types"].tolist()[: len(ids[0]) + 1] == [0] * (1 + len(ids[0]))
-        assert int(sample["types"].sum()) == (len(ids[1]) if len(ids) == 2 else 0)
-        assert (sample["segments"][~real] == -1).all() and (sample["types"][~real] == 0).all()
+        ids, types = [cls], [0]
+        for number, column in enumerate(known.columns):
+            text = [*tokenizer.encode(rows[i][column]), sep]
+            ids += text
+            types += [number] * len(text)
+        left = 80 - len(ids)
+        sample = splits.train[i]
+        assert sample["tokens"][: len(ids)].tolist() == ids
+        assert sample["types"].tolist() == types + [0] * left
+        assert sample["segments"].tolist() == [0] * len(ids) + [-1] * left
     assert set(splits.more) == ({"mismatched"} if task == "mnli" else set())
     assert splits.test is None and isinstance(splits.order, Shuffled)
 

@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
@@ -32,7 +31,7 @@ from lion.samples.sequences import SequenceInfo
 from tests.helpers import ROOT, command, here, picture, printed, refuse
 from tools.labels import check_labels, verdict
 
-from .helpers import GONE, counts, edit_manifest, opened, refusal, refused, tokens_of
+from .helpers import GONE, counts, edit_manifest, opened, refusal, refused, samples_of, tokens_of
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 SHORT = {"min_length": 8, "max_length": 30, "length": 32, "samples": 96}  # expressions
@@ -52,15 +51,15 @@ def prepared(folder, name, **settings):
 
 def recipe(folder, **settings):
     path = folder / "lra.yaml"
-    values = {
-        "data": {"root": str(folder / "made"), "workers": 1, **settings},
-        "task": {"name": "lra"},
-        "model": {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2},
-        "optim": {"lr": 1e-3},
-        "trainer": {"batch_size": 4, "steps": 2, "compile": False, "device": "cpu"},
-        "run": {"root": str(folder / "runs")},
-    }
-    path.write_text(yaml.safe_dump(values))
+    data = json.dumps({"root": str(folder / "made"), "workers": 1, **settings})
+    path.write_text(f"""
+task: {{name: lra}}
+data: {data}
+model: {{mixer: softmax, dim: 16, depth: 1, num_heads: 2}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 4, steps: 2, compile: false, device: cpu}}
+run: {{root: {folder / "runs"}}}
+""")
     return path
 
 
@@ -71,6 +70,12 @@ def words(ids):
 
 def checksums(source):
     return {name: held["sha256"] for name, held in source.manifest()["arrays"].items()}
+
+
+def check_same(one, same, other):
+    """Check that two prepared data sets are the same, and that another one differs."""
+    assert one.folder.name == same.folder.name != other.folder.name
+    assert checksums(one) == checksums(same) != checksums(other)
 
 
 # all data sets
@@ -105,9 +110,7 @@ def test_images_are_the_same_however_many_processes_make_them(tmp_path, monkeypa
     monkeypatch.setattr(data.lra.pixels, "PART", 5 * 16**2)
     one = prepared(tmp_path / "1", "pathfinder", **SMALL)
     two = prepared(tmp_path / "2", "pathfinder", **SMALL, workers=2)
-    other = prepared(tmp_path / "3", "pathfinder", **SMALL, seed=1)
-    assert one.folder.name == two.folder.name != other.folder.name
-    assert checksums(one) == checksums(two) != checksums(other)
+    check_same(one, two, prepared(tmp_path / "3", "pathfinder", **SMALL, seed=1))
     assert len(one.build().train) == SMALL["samples"]
 
 
@@ -118,11 +121,8 @@ def test_expressions_depend_on_no_process_part_or_order_of_a_set(tmp_path, monke
     out = command("prepare", file, "data.workers=2", env={"PYTHONHASHSEED": "7"})
     assert out.returncode == 0 and "96 train, 2 val, 2 test, checksums match" in out.stdout, out.stderr
     monkeypatch.setattr(data.lra.listops, "PART", 10)
-    there = lra_set(tmp_path, "listops", **SHORT)
-    here_ = prepared(tmp_path / "here", "listops", **SHORT)
-    other = prepared(tmp_path / "other", "listops", **SHORT, seed=1)
-    assert there.folder.name == here_.folder.name != other.folder.name
-    assert checksums(there) == checksums(here_) != checksums(other)
+    alone = prepared(tmp_path / "alone", "listops", **SHORT)
+    check_same(lra_set(tmp_path, "listops", **SHORT), alone, prepared(tmp_path / "3", "listops", **SHORT, seed=1))
 
 
 def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
@@ -164,10 +164,13 @@ def test_damage_is_found(tmp_path, capsys):
     folder = prepared(tmp_path, "listops", **SHORT).folder
     path = folder / "train.tokens.bin"
     held = path.read_bytes()
-    path.write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
-    assert f"{path}: damaged, its SHA-256 differs from the manifest" in refuse(capsys, "prepare", file)
-    path.write_bytes(held[:-1])
-    assert "a truncated file; remove" in refuse(capsys, "prepare", file)
+    damaged = held[:-1] + bytes([held[-1] ^ 1])
+    for content, said in (
+        (damaged, f"{path}: damaged, its SHA-256 differs from the manifest"),
+        (held[:-1], "a truncated file; remove"),
+    ):
+        path.write_bytes(content)
+        assert said in refuse(capsys, "prepare", file)
     path.write_bytes(held)
     edit_manifest(folder, "samples/train", 5)
     for doing in ("prepare", "train"):
@@ -273,9 +276,8 @@ def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
     assert len(set(IDS.values())) == len(IDS) == 18 and len(TOKENS) == 15
     path = listops_files(tmp_path, "( ( [SM 9 ) 8 ) ]\t7\r", "", header="Source\tTarget\r")
     splits = prepared(tmp_path, "listops", path=path, length=16).build()
-    sample = splits.train[0]
-    assert words(sample["tokens"]) == "[SM 9 8 ] <eos>"
-    assert sample["label"] == 7 and len(splits.train) == 1
+    assert words(splits.train[0]["tokens"]) == "[SM 9 8 ] <eos>"
+    assert len(splits.train) == 1
     batch = splits.train.batch([0, 0], "cpu")
     assert batch["tokens"].shape == (2, 16)
     assert batch["tokens"][0, 5:].unique().tolist() == [PAD]
@@ -340,19 +342,19 @@ def value_of(tree):
 
 
 def test_the_shares_of_digits_operators_and_arguments_are_lras():
-    uniform, trees = random.Random(0).random, []
+    uniform, operators, counts, digits, deepest = random.Random(0).random, [], [], [], []
     for _ in range(1500):
-        trees.append(read(words(expression(uniform, 3, 10, 10**6)).split())[0])
-    second = [child for _, children in trees for child in children]
-    third = [child for each in second if isinstance(each, tuple) for child in each[1]]
-    assert all(isinstance(child, int) for child in third), "the deepest are digits"
-    assert abs(np.mean([isinstance(child, int) for child in second]) - 0.75) < 0.02
-    counts = np.bincount([len(children) for _, children in trees], minlength=11)[2:] / len(trees)
-    assert np.abs(counts - 1 / 9).max() < 0.03
-    operators = [operator for operator, _ in trees]
+        (operator, children), *_ = read(words(expression(uniform, 3, 10, 10**6)).split())
+        operators.append(operator)
+        counts.append(len(children))
+        for child in children:
+            digits.append(isinstance(child, int))
+            deepest += [] if digits[-1] else child[1]  # digits, or else `bincount` fails
+    assert abs(np.mean(digits) - 0.75) < 0.02
+    assert np.abs(np.bincount(counts, minlength=11)[2:] / 1500 - 1 / 9).max() < 0.03
+    assert np.abs(np.bincount(deepest) / len(deepest) - 0.1).max() < 0.02
     for name in ("[MIN", "[MAX", "[MED", "[SM"):
-        assert abs(operators.count(name) / len(trees) - 0.25) < 0.05
-    assert np.abs(np.bincount(third) / len(third) - 0.1).max() < 0.02
+        assert abs(operators.count(name) / 1500 - 0.25) < 0.05
 
 
 def test_an_expression_stays_the_same_in_every_version_of_ours():
@@ -415,9 +417,10 @@ IMPOSSIBLE_IMAGES = [
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path):
-    for name, table in (("listops", IMPOSSIBLE_EXPRESSIONS), ("pathfinder", IMPOSSIBLE_IMAGES)):
-        for settings, message in table:
-            assert message in refusal(prepared, tmp_path, name, **settings)
+    for settings, message in IMPOSSIBLE_EXPRESSIONS:
+        assert message in refusal(prepared, tmp_path, "listops", **settings)
+    for settings, message in IMPOSSIBLE_IMAGES:
+        assert message in refusal(prepared, tmp_path, "pathfinder", **settings)
 
 
 def test_expressions_that_hardly_ever_are_give_up(tmp_path, monkeypatch):
@@ -449,8 +452,7 @@ def test_what_is_malformed_is_named_with_its_file_and_line(tmp_path, capsys):
     val = tmp_path / "basic_val.tsv"
     for line, message in BAD_LINES:
         listops_files(tmp_path, good, val=[good, line])
-        said = refusal(prepared, tmp_path, "listops", path=path, length=10)
-        assert f"{val}, line 3: {message}" in said
+        assert f"{val}, line 3: {message}" in refusal(prepared, tmp_path, "listops", path=path, length=10)
     listops_files(tmp_path, good, val=[])
     line = refuse(capsys, "prepare", recipe(tmp_path, name="listops", path=path, length=10))
     assert f"{val}: no samples, none is left for val" in line
@@ -676,12 +678,12 @@ def test_images_are_grey_and_read_row_by_row_or_averaged_over_blocks(tmp_path):
     assert counts(splits) == counts(small) == [18, 2, 20]
     assert (splits.info.classes, splits.info.length, splits.info.vocabulary) == (2, 1024, None)
     assert small.info.length == 256
-    for i, original in enumerate(originals):
-        grey, sample = np.asarray(original.convert("L")), splits.test[i]
-        assert sample["label"] == i % 2 and sample["pixels"].dtype == torch.uint8
-        assert sample["pixels"].tolist() == [int(grey[y, x]) for y in range(32) for x in range(32)]
+    for i, (original, whole, half) in enumerate(zip(originals, splits.test, small.test)):
+        grey = np.asarray(original.convert("L"))
+        assert whole["label"] == i % 2 and whole["pixels"].dtype == torch.uint8
+        assert np.array_equal(whole["pixels"], grey.reshape(-1))
         blocks = grey.astype(float).reshape(16, 2, 16, 2).mean((1, 3)).reshape(-1)
-        assert np.abs(small.test[i]["pixels"].numpy() - blocks).max() <= 0.5
+        assert np.abs(half["pixels"].numpy() - blocks).max() <= 0.5
     assert splits.train.batch([0, 1], "cpu")["pixels"].shape == (2, 1024)
     originals[0].save(tmp_path / "first.png")
     assert source.load(str(tmp_path / "first.png"), small.info)["pixels"].equal(small.test[0]["pixels"])
@@ -770,13 +772,11 @@ def test_the_discs_stand_at_the_ends_that_the_label_says():
     pictures, labels = draw(contours, keys)
     found = []
     for i, (shown, label) in enumerate(zip(pictures, labels)):
-        bright = {tuple(place) for place in np.argwhere(shown == 255)}
-        first, last = (
-            [contour for contour in range(2) if tuple(places[i, contour, number]) in bright] for number in (0, -1)
-        )
-        assert len(first) == len(last) == 1
-        assert (first == last) == label
-        found.append(first[0])
+        y, x = places[i, :, [0, -1]].T  # (contours, ends)
+        first, last = (shown[y, x] == 255).T
+        assert first.sum() == last.sum() == 1
+        assert (first == last).all() == label
+        found.append(first[1])
     assert 10 < labels.sum() < 30 and 10 < sum(found) < 30
 
 
@@ -791,14 +791,12 @@ def test_dashes_follow_one_another_and_touch_no_others():
     assert steps.max() <= 2 * length + 3 * margin + 2 and steps.min() > 1
     for i in range(len(keys)):
         rooms = np.zeros((2, contours.length, table.width**2), int)
-        for contour in range(2):
-            for number in range(contours.length):
-                which = dash[i, contour, number]
-                rooms[contour, number, start[i, contour, number] + table.room.cells[which]] = table.room.values[which]
-        for contour in range(2):
-            for number in range(2, contours.length):
-                own = rooms[contour, : number - 1].max(0)
-                assert (own + rooms[contour, number]).max() < TOUCH, "it may touch the one before it alone"
+        for place in np.ndindex(rooms.shape[:2]):
+            which = dash[i][place]
+            rooms[place][start[i][place] + table.room.cells[which]] = table.room.values[which]
+        for contour, number in np.ndindex(2, contours.length - 2):  # a dash may touch the one before it alone
+            own = rooms[contour, : number + 1].max(0)
+            assert (own + rooms[contour, number + 2]).max() < TOUCH
         assert (rooms[0, :-1].max(0) + rooms[1, -1]).max() < TOUCH
 
 
@@ -877,10 +875,8 @@ def test_lras_images_are_read_from_the_folder_of_the_task(tmp_path, binary, capl
     for path in (tmp_path, root, root / "curv_contour_length_14"):
         splits = prepared(tmp_path, "pathfinder", path=str(path)).build()
         assert counts(splits) == [32, 4, 4]
-    whole = {}
-    for part in splits[:3]:
-        for i in range(len(part)):
-            whole[part[i]["pixels"].numpy().tobytes()] = part[i]["label"]
+    samples = [sample for part in splits[:3] for sample in samples_of(part)]
+    whole = {sample["pixels"].numpy().tobytes(): sample["label"] for sample in samples}
     assert whole == {np.asarray(picture(i, (32, 32), "L")).tobytes(): label for i, label in rows}
     easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
     assert easy.manifest()["samples"] == {"train": 3}

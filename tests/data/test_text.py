@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
-import yaml
 from torch.testing import assert_close
 
 import data
@@ -33,7 +32,7 @@ from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
-from tests.helpers import ROOT, here, printed, refuse
+from tests.helpers import ROOT, here, printed, refuse, trained
 from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve
@@ -97,15 +96,15 @@ def texts_of(source):
 def recipe(folder, **settings):
     """Write a recipe that trains on a text; return its file."""
     path = folder / "text.yaml"
-    values = {
-        "data": {"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings},
-        "task": {"name": "causal_lm"},
-        "model": {"mixer": "softmax", "dim": 16, "depth": 1, "num_heads": 2},
-        "optim": {"lr": 1e-3},
-        "trainer": {"batch_size": 2, "steps": 1},
-        "run": {"root": str(folder / "runs")},
-    }
-    path.write_text(yaml.safe_dump(values))
+    data = json.dumps({"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings})
+    path.write_text(f"""
+data: {data}
+task: {{name: causal_lm}}
+model: {{mixer: softmax, dim: 16, depth: 1, num_heads: 2}}
+optim: {{lr: 1e-3}}
+trainer: {{batch_size: 2, steps: 1, compile: false}}
+run: {{root: {folder / "runs"}}}
+""")
     return path
 
 
@@ -441,9 +440,7 @@ def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
 def run_on_words(tmp_path):
     """Train a run on wordpieces of a text, without evaluation; return the run and its training command."""
     file = recipe_of_lines(tmp_path, sentences(80), tokenizer="wordpiece", vocabulary=320)
-    line = ("train", file, "trainer.compile=false", "--no-eval")
-    assert here(*line) == 0
-    return tmp_path / "runs" / "text", line
+    return trained(file), ("train", file, "--no-eval")
 
 
 @pytest.mark.slow
@@ -953,14 +950,7 @@ def test_a_damaged_id_is_named_where_it_is_read(pack, tmp_path):
     file = recipe_of_lines(tmp_path, sentences(20), pack=pack)
     held = prepared(source_of(file)).folder / "train.bin"
     held.write_bytes(b"\xff\xff" * (held.stat().st_size // 2))  # the size is right
-    refused(
-        r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE",
-        here,
-        "train",
-        file,
-        "trainer.compile=false",
-        "--no-eval",
-    )
+    refused(r"train.bin: damaged, it holds id 65535 .*has 261; ./run.sh prepare RECIPE", trained, file)
 
 
 def test_too_little_text_for_a_sample_is_refused(tmp_path):

@@ -97,8 +97,7 @@ def test_every_operator_is_its_definition(mixer):
 def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
     jobs, threads = [], torch.get_num_threads()
     monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: jobs.append(job))
-    rates = {"flops": 1.0, "bytes": 1.0}  # not measured: a minute on CPUs without bfloat16 units
-    monkeypatch.setattr(ops, "measure_rates", lambda *_: rates)
+    monkeypatch.setattr(ops, "measure_rates", lambda *_: RATES)  # a minute on CPUs without bfloat16 units
     call = ("bench", "ops", "--mixer", "lion_s", "--dtype", "bfloat16", "--threads", 1, "--eager", "--out", tmp_path)
     try:
         assert here(*call) == 1  # no measurements were made
@@ -358,9 +357,8 @@ SMALL = "--eager --length 24 --tokens 48 --heads 2 --dim 8 --chunk-size 8 --roun
 
 
 @pytest.mark.slow
-def test_the_command_in_pieces(tmp_path, monkeypatch, capsys):
+def test_the_command_in_pieces(tmp_path, in_this_process, monkeypatch, capsys):
     monkeypatch.setattr(ops, "measure_rates", lambda *args: RATES)
-    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
     for mixer in ("lion_d", "lion_lit"):
         assert ops.main([*SMALL, "1", "--form", "full", "chunk", "--mixer", mixer, "--out", str(tmp_path)]) == 0
         out, err = capsys.readouterr()

@@ -15,7 +15,7 @@ from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
 from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
 from tools import probe
-from tools.bench import engine, inference
+from tools.bench import inference
 from tools.bench.blockwise import mix_blockwise
 from tools.image_sources import drawn
 from tools.options import INFERENCE_FORMS
@@ -182,11 +182,6 @@ def test_no_memory_is_a_note(run, monkeypatch):
     assert [row["form"] for row in rows] == ["softmax"] * 2
     assert len(notes) == 2
     assert "do not fit in memory" in notes[0]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
 
 
 def rows_of(folder):

@@ -12,7 +12,7 @@ import torch
 from lion.config import ConfigError
 from lion.layers.mixers import Attention
 from tests.helpers import ROOT, assert_in, here, printed, refuse
-from tools.bench import engine, train
+from tools.bench import train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
 from tools.compose import resolve
@@ -200,8 +200,7 @@ def test_a_model_of_another_shape_is_held_against_all():
 
 
 @pytest.mark.slow
-def test_the_train_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
+def test_the_train_command(tmp_path, in_this_process, capsys):
     common = ["bench", "train", *JOB.recipes[:1], "--eager", "--batch", "2", "--rounds", "2", "--out"]
     command = [*common, tmp_path, "--size", "32", "--set", *TINY]
     models = ["lion_s", "softmax", train.FLOOR]

@@ -9,13 +9,16 @@ import lion
 from data.text.tokenizers import open_tokenizer
 from lion.evaluation.choices import accuracy_of_choices, interval, log_likelihoods
 from lion.evaluation.questions import Choices, encode, joined, read_questions
-from lion.runs import open_folder
 from tests.helpers import here, printed, refuse
 from tests.tools.untrained import text_info, untrained
 from tools.compose import resolve
 
 LENGTH = 24
 BYTES = open_tokenizer("bytes")
+SMALL = f"""
+model.dim=12 model.depth=2 model.num_heads=2 model.init_std=0.5 trainer.compile=false trainer.batch_size=3
+data.name=text data.tokenizer=bytes data.length={LENGTH + 1}
+""".split()
 QUESTIONS = [
     {"context": "the cat sat", "choices": ["on the mat", "of a", "under it"], "answer": 0},
     {"query": "a dog ", "choices": ["and more", "x"], "gold": 1},
@@ -30,15 +33,7 @@ def runs(tmp_path_factory):
     """Make untrained runs on bytes; the softmax model has 24 positions."""
     folder, found = tmp_path_factory.mktemp("choices"), {}
     for mixer in ("softmax", "lion_s"):
-        small = [
-            "model.dim=12",
-            "model.depth=2",
-            "model.num_heads=2",
-            "model.init_std=0.5",
-            f"data.length={LENGTH + 1}",
-        ]
-        small += ["data.name=text", "data.tokenizer=bytes", "trainer.compile=false", "trainer.batch_size=3"]
-        recipe = resolve(f"gpt2_tiny_{mixer}", [*small, f"run.root={folder}", f"run.name={mixer}"])
+        recipe = resolve(f"gpt2_tiny_{mixer}", [*SMALL, f"run.root={folder}", f"run.name={mixer}"])
         found[mixer] = untrained(recipe, text_info(BYTES, LENGTH + 1))
     return found
 
@@ -188,13 +183,6 @@ def test_bad_files_and_runs(runs, tmp_path, capsys, file):
     assert "has only full, got 'rnn'" in refuse(capsys, "eval", run, "--choices", file, "--form", "rnn")
 
 
-def test_the_weights_are_those_asked_for(runs, file, monkeypatch):
-    asked = []
-
-    def opened(folder, recipe, **how):
-        asked.append(how)
-        return open_folder(folder, recipe)
-
-    monkeypatch.setattr("tools.compose.open_folder", opened)
+def test_the_weights_are_those_asked_for(runs, file, weights_asked):
     assert here("eval", runs["lion_s"], "--choices", file, "--form", "full", "--ema", "--checkpoint", "last") == 0
-    assert asked == [{"checkpoint": "last", "ema": True}]
+    assert weights_asked == [{"checkpoint": "last", "ema": True}]

@@ -15,7 +15,7 @@ from lion.evaluation.forms import measure
 from lion.models.vit import ViT
 from lion.ops import Part
 from lion.recipe import load_recipe
-from lion.runs import open_folder, open_run
+from lion.runs import open_run
 from lion.tasks.base import Outcome
 from lion.tasks.metrics import MetricOfPass
 from lion.trainer.checkpoint_files import STATE, load_state, newest, prune, scratch_folder, seal
@@ -126,19 +126,18 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
     def first_logit(task, model, batches, _):
         return float(model(next(iter(batches))["image"])[0, 0])
 
+    own = MetricOfPass("pass", measure=first_logit)
     monkeypatch.setattr(loaded.task, "evaluate", watched)
+    monkeypatch.setattr(loaded.task, "metrics", (*loaded.task.metrics, own))
     monkeypatch.setattr(forms_module, "seconds", half)
     found = measure(loaded.model, loaded.task, batches, len(batches), forms, cpu, "fp32")
     assert list(found) == forms and max(alive) <= 3
     assert counter.frame_count == len(forms)  # one graph per form, however often the forms alternate
-    own = MetricOfPass("pass", measure=first_logit)
-    monkeypatch.setattr(loaded.task, "metrics", (*loaded.task.metrics, own))
-    both = measure(loaded.model, loaded.task, batches[:1], 1, forms[:1], cpu, "fp32")
-    assert both[forms[0]]["values"]["pass"] == pytest.approx(outputs[forms[0]][0, 0].item(), abs=2e-6)
     monkeypatch.setattr(loaded.task, "metrics", (own,))
     passes = measure(loaded.model, loaded.task, batches[:1], 1, forms, cpu, "fp32")
-    assert all(passes[form]["value"] == pytest.approx(outputs[form][0, 0].item(), abs=2e-6) for form in forms)
     for form in forms:
+        first = pytest.approx(outputs[form][0, 0].item(), abs=2e-6)
+        assert passes[form]["value"] == first and found[form]["values"]["pass"] == first
         assert found[form]["value"] == expected[form] and found[form]["samples_per_second"] == 64 / 0.5
         gap = (outputs[form] - outputs["full", None]).abs().max().item()
         assert found[form]["deviation"] == pytest.approx(gap, abs=2e-6) and (gap > 0) == (form[0] != "full")
@@ -190,18 +189,14 @@ def test_compiled_where_the_recipe_says_so(run, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path, monkeypatch):
+def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path, monkeypatch, weights_asked):
     run = trained(tiny_recipe(tmp_path, trainer={"precision": "bf16", "ema": 0.999}))
-    seen, asked, reads, forward = set(), [], [], ViT.forward
+    seen, reads, forward = set(), [], ViT.forward
 
     def watched(self, x):
         out = forward(self, x)
         seen.add(out.dtype)
         return out
-
-    def opened(folder, recipe, **how):
-        asked.append(how)
-        return open_folder(folder, recipe)
 
     def loaded(*args, **how):
         reads.append(args)
@@ -214,9 +209,8 @@ def test_a_run_is_measured_in_its_precision_with_the_weights_asked_for(tmp_path,
         losses.append(row["values"]["loss"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
     assert seen == {torch.bfloat16}
-    monkeypatch.setattr(compose, "open_folder", opened)
     for module in (compose, lion.runs):
         monkeypatch.setattr(module, "load_recipe", loaded)
     assert here("eval", run, "--form", "full", "--ema", "--checkpoint", "last") == 0
-    assert asked == [{"checkpoint": "last", "ema": True}]
+    assert weights_asked[2:] == [{"checkpoint": "last", "ema": True}]
     assert len(reads) == 1  # one recipe, read once
