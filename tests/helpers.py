@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
@@ -109,6 +110,20 @@ def trained(recipe: Path, *args) -> Path:
     """Train a recipe with runs in the folder `runs` beside it, without evaluation; return the run."""
     assert here("train", recipe, "--no-eval", *args) == 0
     return recipe.parent / "runs" / recipe.stem
+
+
+def read_json(path: Path):
+    return json.loads(path.read_text())
+
+
+def read_lines(path: Path) -> list:
+    """Return what stands in a file of JSON lines."""
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
+def assert_equal(found, expected) -> None:
+    """Assert that tensors are equal bit for bit, also those of mappings and sequences."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def assert_in(text: str, *parts: str) -> None:

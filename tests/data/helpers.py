@@ -7,6 +7,7 @@ import pytest
 
 import data
 from lion.config import ConfigError, build
+from tests.helpers import read_json
 
 GONE = object()
 
@@ -47,7 +48,7 @@ def tokens_of(split):
 def edit_manifest(folder, place, value):
     """Set an entry of a manifest, such as `samples/train`, or remove it (GONE)."""
     path = folder / "manifest.json"
-    held = json.loads(path.read_text())
+    held = read_json(path)
     *above, last = place.split("/")
     part = held
     for name in above:

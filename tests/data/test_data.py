@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
-from torch.testing import assert_close
 from torchvision.transforms import v2
 
 import data
@@ -44,7 +43,7 @@ from lion.samples.base import Info
 from lion.samples.images import ImageInfo, numbered
 from lion.tasks import TASKS
 from lion.tasks.image_classification import ImageClassification
-from tests.helpers import picture, pictures, refuse, tiny_recipe
+from tests.helpers import assert_equal, picture, pictures, refuse, tiny_recipe
 from tools.compose import describe_data, resolve
 
 from .helpers import counts, opened, refused, samples_of
@@ -198,7 +197,7 @@ def test_decoding_once_changes_nothing(tmp_path, settings):
             torch.manual_seed(i)
             want = a[i]
             torch.manual_seed(i)
-            assert_close(b[i], want, rtol=0, atol=0)
+            assert_equal(b[i], want)
 
 
 def places_in(whole, part):
@@ -212,7 +211,7 @@ def test_images_that_stay_on_the_device(tmp_path):
     pictures(tmp_path, TWO)
     plain, kept = (folder(tmp_path, pad=3, flip=0.5, cache=c) for c in (None, "device"))
     assert kept.info == plain.info and counts(kept)[:2] == [5, 2]
-    assert_close(samples_of(kept.val), samples_of(plain.val), rtol=0, atol=0)
+    assert_equal(samples_of(kept.val), samples_of(plain.val))
     batch = kept.val.batch([1, 0, 1], "cpu")
     assert torch.equal(batch["image"], torch.stack([plain.val[i]["image"] for i in (1, 0, 1)]))
     assert batch["label"].tolist() == [1, 0, 1] and batch["image"].dtype == torch.uint8

@@ -13,7 +13,7 @@ from data.text.glue import TASKS
 from data.text.sequences import cut
 from data.text.tokenizers import open_tokenizer
 from lion.samples.order import Sequential, Shuffled
-from tests.helpers import glue_folder
+from tests.helpers import glue_folder, read_lines
 from tools.compose import resolve
 
 from .helpers import opened, refusal, refused
@@ -45,7 +45,7 @@ def rewrite(root, tmp_path, task, row, number=3, name="train.jsonl"):
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_read_with_its_columns_and_labels(root, task):
     splits, known = glue(root, task, length=80).build(), TASKS[task]
-    rows = [json.loads(line) for line in (root / task / "train.jsonl").read_text().splitlines()]
+    rows = read_lines(root / task / "train.jsonl")
     assert len(splits.train) == len(rows) and splits.info.classes == known.classes
     assert splits.train.labels.dtype == (torch.int64 if known.classes else torch.float32)
     assert splits.train.labels.tolist() == pytest.approx([row["label"] for row in rows])
@@ -66,7 +66,7 @@ def test_every_task_is_read_with_its_columns_and_labels(root, task):
 
 
 def test_other_samples_have_another_fingerprint(root, tmp_path):
-    first, row = glue(root).build().fingerprint, json.loads((root / "rte" / "train.jsonl").read_text().splitlines()[2])
+    first, row = glue(root).build().fingerprint, read_lines(root / "rte" / "train.jsonl")[2]
     assert first == glue(root).build().fingerprint
     for name in ("train.jsonl", "validation.jsonl"):
         changed = rewrite(root, tmp_path, "rte", {**row, "label": 1 - row["label"]}, name=name)
@@ -122,7 +122,7 @@ def test_other_files(root, tmp_path, kind):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "rte").mkdir()
     for split in ("train", "validation"):
-        rows = [json.loads(line) for line in (root / "rte" / f"{split}.jsonl").read_text().splitlines()]
+        rows = read_lines(root / "rte" / f"{split}.jsonl")
         rows[0]["sentence1"] = "None"  # a word, not a missing value
         getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(tmp_path / "rte" / f"{split}.{kind}")
     splits = glue(tmp_path).build()

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 import torch
-from torch.testing import assert_close
 
 import data
 from data import pool
@@ -32,7 +31,7 @@ from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
-from tests.helpers import ROOT, here, printed, refuse, trained
+from tests.helpers import ROOT, assert_equal, here, printed, read_json, refuse, trained
 from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve
@@ -660,12 +659,12 @@ def test_runs_of_any_layout_can_be_judged_by_the_same_samples(tmp_path, layout, 
 
     source, own = of(**layout, eval_pack="padded"), of(**layout)
     made, plain = source.build(), own.build()
-    assert_close(samples_of(made.val), samples_of(of(pack="padded").build().val))
-    assert_close(samples_of(made.train), samples_of(plain.train))
+    assert_equal(samples_of(made.val), samples_of(of(pack="padded").build().val))
+    assert_equal(samples_of(made.train), samples_of(plain.train))
     assert made.order == plain.order
     assert source.config.label() == label and source.config.of_training == ("pack", "document_mask")
     apart = of(**layout, eval_pack="documents").build().val
-    assert_close(samples_of(apart), samples_of(of().build().val))
+    assert_equal(samples_of(apart), samples_of(of().build().val))
     assert own.config.label() == "" and own.config.of_training == ()
 
 
@@ -701,7 +700,7 @@ def test_batches_are_the_samples(tmp_path):
     batch = train.batch([3, 0, 3], "cpu")
     assert batch["tokens"].dtype == batch["segments"].dtype == torch.int64
     for row, index in enumerate([3, 0, 3]):
-        assert_close({name: value[row] for name, value in batch.items()}, train[index])
+        assert_equal({name: value[row] for name, value in batch.items()}, train[index])
 
 
 def grown_by_reading(group, folder):
@@ -933,7 +932,7 @@ def test_of_one_book_the_end_is_held_out(tmp_path, caplog, document):
         ids = getattr(source.build(), split).tokens.ids
         assert np.array_equal(ids, getattr(tail.build(), split).tokens.ids)
         assert abs(len(ids) / len(text) - share) < 0.01
-    assert json.loads((source.folder / "manifest.json").read_text())["held_out"]["by"] == "tail"
+    assert read_json(source.folder / "manifest.json")["held_out"]["by"] == "tail"
     assert "one document, so its last 10 % are held out" in caplog.text
 
 

@@ -16,7 +16,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.ops import linear_attention
-from tests.helpers import ROOT, assert_in, here, refuse
+from tests.helpers import ROOT, assert_in, here, read_json, refuse
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
 
 @pytest.mark.slow
 def test_the_image_of_the_readme(tmp_path):
-    held = json.loads((ROOT / "reports" / "ops.json").read_text())
+    held = read_json(ROOT / "reports" / "ops.json")
     pytest.importorskip("matplotlib")
     chunks = [row | {"chunk_size": 16} for row in held["rows"] if row["form"] == "chunk" and row["length"] == 1024]
     for rows in (held["rows"] + chunks, [r | {"peak_bytes": None} for r in held["rows"] if r["pass"] == "forward"]):
@@ -276,7 +276,7 @@ def test_reports_are_merged_by_key(tmp_path):
     for each in (row(ratio=3.0), row(form="full", chunk_size=None), row(dtype="bfloat16")):
         again.add(each)
     again.write()
-    held = json.loads((tmp_path / "ops.json").read_text())
+    held = read_json(tmp_path / "ops.json")
     assert held["schema"] == SCHEMA
     assert len(held["rows"]) == 6
     assert not held["notes"]
@@ -365,7 +365,7 @@ def test_the_command_in_pieces(tmp_path, in_this_process, monkeypatch, capsys):
         assert "1 GFLOP/s" in out
         assert "Crossover" in out
         assert f"[1/1] {mixer}" in err
-    rows = json.loads((tmp_path / "ops.json").read_text())["rows"]
+    rows = read_json(tmp_path / "ops.json")["rows"]
     assert {r["mixer"] for r in rows} == {"lion_d", "lion_lit", "sdpa"}
     assert len(rows) == 2 * (1 + 2 * 2)
     assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
@@ -415,7 +415,7 @@ def test_sigterm_keeps_what_was_measured(tmp_path):
     assert done.stderr.endswith("interrupted\n")
     assert "Traceback" not in done.stderr
     assert "lion_lit" in done.stdout
-    assert json.loads((tmp_path / "ops.json").read_text())["rows"]
+    assert read_json(tmp_path / "ops.json")["rows"]
 
 
 def die(job, send):

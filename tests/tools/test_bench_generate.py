@@ -1,6 +1,5 @@
 """`bench generate`: built models, counted bytes and the report. Times are not checked."""
 
-import json
 from argparse import Namespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from lion.inference.text import Continuation
 from lion.layers.mixers import SOFTMAX
-from tests.helpers import here, refuse
+from tests.helpers import here, read_json, refuse
 from tools.bench import engine, generate
 
 
@@ -20,7 +19,7 @@ def measured(tmp_path_factory):
         patch.setattr(engine, "in_a_process", lambda measure, job, receive: measure(job, receive))
         command = ["bench", "generate", "shakespeare_char_lion_s", "--lengths", "80,20"]
         assert here(*command, "--batch", 2, "--rounds", 1, "--eager", "--out", out) == 0
-    return json.loads((out / "generate.json").read_text())["rows"], out
+    return read_json(out / "generate.json")["rows"], out
 
 
 @pytest.mark.slow

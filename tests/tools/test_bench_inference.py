@@ -1,6 +1,5 @@
 """`bench inference`: built models, counted memory and reports. Times are not checked."""
 
-import json
 from argparse import Namespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from torchvision.transforms import v2
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
-from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
+from tests.helpers import assert_equal, assert_in, here, read_json, refuse, tiny_recipe, trained
 from tools import probe
 from tools.bench import inference
 from tools.bench.blockwise import mix_blockwise
@@ -55,15 +54,15 @@ def test_a_model_at_another_size_keeps_its_weights(run):
     images = torch.randn(2, 1, 8, 8)
     with torch.inference_mode():
         expected = loaded.model(images)
-    torch.testing.assert_close(output(loaded, FULL, images), expected, rtol=0, atol=0)
+    assert_equal(output(loaded, FULL, images), expected)
     task, larger = inference.build(loaded, 24, FULL)
     assert larger.patches == (6, 6)
     assert task.info.size == (24, 24)
     assert larger(torch.randn(1, 1, 24, 24)).shape == (1, 10)
-    grown = larger.state_dict()
-    for name, value in loaded.model.state_dict().items():
-        assert name == "position" or torch.equal(value, grown[name]), name
-    assert grown["position"].shape == (1, 37, 16)
+    own, grown = loaded.model.state_dict(), larger.state_dict()
+    own.pop("position")
+    assert grown.pop("position").shape == (1, 37, 16)
+    assert_equal(grown, own)
     assert inference.build(loaded, 8, SOFTMAX)[1].config.readout == "cls"
 
 
@@ -185,7 +184,7 @@ def test_no_memory_is_a_note(run, monkeypatch):
 
 
 def rows_of(folder):
-    return json.loads((folder / "inference.json").read_text())["rows"]
+    return read_json(folder / "inference.json")["rows"]
 
 
 @pytest.mark.slow
@@ -222,10 +221,8 @@ def test_a_recipe_has_random_weights_without_its_data(tmp_path, in_this_process,
     assert here(*command, "--form", "full") == 0
     found = {(row["run"], row["form"]) for row in rows_of(tmp_path)}
     assert found == {("tiny_random_weights", "softmax"), ("tiny_random_weights", "full")}
-    first = inference.open_model(str(recipe)).model.state_dict()
-    second = inference.open_model(str(recipe)).model.state_dict()
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    first, second = (inference.open_model(str(recipe)).model.state_dict() for _ in range(2))
+    assert_equal(first, second)
     assert inference.open_model("vim_tiny").folder.name == "vim_tiny_random_weights"
     line = refuse(capsys, "bench", "inference", recipe, "--evaluate", "5")
     assert "is a recipe, whose weights are random; give a run" in line

@@ -1,6 +1,5 @@
 """`bench train`: built models, the timed step and reports. Times are not checked."""
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from statistics import median
@@ -11,7 +10,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.layers.mixers import Attention
-from tests.helpers import ROOT, assert_in, here, printed, refuse
+from tests.helpers import ROOT, assert_in, here, printed, read_json, refuse
 from tools.bench import train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
@@ -206,7 +205,7 @@ def test_the_train_command(tmp_path, in_this_process, capsys):
     models = ["lion_s", "softmax", train.FLOOR]
 
     def rows_in(folder):
-        return json.loads((folder / "train.json").read_text())["rows"]
+        return read_json(folder / "train.json")["rows"]
 
     out = printed(capsys, *command)
     assert_in(out, "lion_s", train.FLOOR, "x softmax")

@@ -1,12 +1,11 @@
 """`bench gpu --clock`: its table beside the estimates, its lock, and what it refuses (`tests/test_cuda.py` runs it)."""
 
 import fcntl
-import json
 
 import pytest
 import torch
 
-from tests.helpers import refuse
+from tests.helpers import read_json, refuse
 from tools.bench import clock, gpu
 from tools.gpu.cost import fused_softmax
 from tools.gpu.targets import TARGETS
@@ -82,7 +81,7 @@ def test_rows_are_reported_by_gpu(tmp_path):
     text = (tmp_path / "clock.md").read_text()
     assert text.count("## ") == 2
     assert "## NVIDIA A100, bfloat16, 6 heads of 64" in text
-    assert len(json.loads((tmp_path / "clock.json").read_text())["rows"]) == 4
+    assert len(read_json(tmp_path / "clock.json")["rows"]) == 4
     plain = cells(timed(), ESTIMATES)
     other = cells(tuned, ESTIMATES)
     assert (plain.pop("form"), other.pop("form")) == ("full", "full, autotuned")

@@ -1,14 +1,13 @@
 """Tests of `conform`: our layers pass every check, layers with one fault fail in the check of that name alone."""
 
 import itertools
-import json
 import re
 
 import pytest
 from torch import nn
 
 from lion.layers.mixers import MIXERS, LionAttention
-from tests.helpers import ROOT, here, printed, refuse
+from tests.helpers import ROOT, here, printed, read_json, refuse
 from tests.tools.conform_layers import FAULTS, Attention, BorderLeak, CompileFault, FirstRow, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
@@ -118,7 +117,7 @@ def test_table_json_and_exit_code(tmp_path, capsys):
     assert re.search(r"^padding fails: padding changes the outputs of valid .*: largest difference \d+ % \(", out, re.M)
     assert re.search(r"^steps equal whole +not offered +- +- +no methods `prefill` and `step`$", out, re.M)
     assert out.endswith("\n15 hold, 1 fail, 1 not offered\n") and "width 12, 624 parameters" in out
-    held = json.loads(file.read_text())
+    held = read_json(file)
     assert [check["name"] for check in held["checks"]] == EAGER and held["dim"] == 12 and held["causal"]
     checks = {check["name"]: check for check in held["checks"]}
     assert checks["padding"]["result"] == "fails" and checks["padding"]["value"] > checks["padding"]["limit"]
@@ -134,7 +133,7 @@ def test_errors_and_nan_of_a_layer_are_failures(tmp_path, capsys):
     assert line in out and re.search(r"^non-contiguous input +fails +- +- +raises an error$", out, re.M)
     assert here("conform", f"{LAYERS}:NanLeak", "--eager", "--json", file) == 1
     assert "reaches valid outputs or gradients: not finite (outputs, padding left)" in capsys.readouterr().out
-    (check,) = (c for c in json.loads(file.read_text())["checks"] if c["result"] == "fails")
+    (check,) = (c for c in read_json(file)["checks"] if c["result"] == "fails")
     assert check["value"] is None and check["limit"] == 1e-4
 
 

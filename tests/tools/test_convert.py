@@ -1,7 +1,6 @@
 """Tests of converted checkpoints: their logits are unchanged, and checkpoints that do not fit are refused."""
 
 import argparse
-import json
 import os
 import zipfile
 
@@ -14,7 +13,7 @@ from torch import nn
 import lion
 from lion.runs import init_from, open_run
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
-from tests.helpers import ROOT, here, printed, refuse, state_of
+from tests.helpers import ROOT, here, printed, read_json, refuse, state_of
 from tests.layers.oracle_parts import elu1, shifted
 from tools import convert as converting
 
@@ -231,7 +230,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     assert str(run) in printed(capsys, "convert", tmp_path / "their.pth", recipe_of("Selective"), run, *settings)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["run"]
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml"]
-    converted = json.loads((run / "environment.json").read_text())["converted"]
+    converted = read_json(run / "environment.json")["converted"]
     assert converted["from"] == str(tmp_path / "their.pth") and len(converted["sha256"]["their.pth"]) == 64
 
     loaded = open_run(run)

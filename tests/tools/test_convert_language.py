@@ -15,7 +15,7 @@ import lion
 from data.text.tokenizers import make_tokenizer, open_tokenizer
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
-from tests.helpers import here, printed, refuse, state_of
+from tests.helpers import assert_equal, here, printed, read_json, refuse, state_of
 from tests.tools.untrained import untrained
 from tools.compose import resolve
 from tools.convert.bert import BertConverter
@@ -117,9 +117,7 @@ def test_the_logits_are_theirs_and_come_back_the_same(kind, tmp_path, capsys):
     auto = {"bert": transformers.AutoModelForMaskedLM, "gpt": transformers.AutoModelForCausalLM}[kind]
     back, info = auto.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert type(back) is type(theirs) and not info["missing_keys"] and not info["unexpected_keys"]
-    wanted = theirs.state_dict()
-    for name, value in back.state_dict().items():
-        assert torch.equal(value, wanted[name])
+    assert_equal(back.state_dict(), theirs.state_dict())
     for padded in (False, True):
         assert apart(ours, theirs, padded) < 1e-10
         assert apart(ours, back, padded) < 1e-10
@@ -174,7 +172,7 @@ def test_files_of_every_kind(way, tmp_path):
         torch.save(weights, folder / "pytorch_model.bin")
     run = convert(checkpoint, tmp_path / "run")
     assert apart(loaded(run), theirs) < 1e-10
-    kept = json.loads((run / "environment.json").read_text())["converted"]["sha256"]
+    kept = read_json(run / "environment.json")["converted"]["sha256"]
     assert len(kept) == files
     assert all(value.dtype == torch.float32 for value in state_of(run, "best")["model"].values())
 
@@ -340,7 +338,7 @@ def test_runs_of_other_models_become_classes_of_ours(change, run, tmp_path):
     recipe = resolve(run / "recipe.yaml", [change, f"run.root={tmp_path}", "run.name=other"])
     untrained(recipe, open_run(run).task.info)
     assert here("export", tmp_path / "other", tmp_path / "back") == 0
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    config = read_json(tmp_path / "back" / "config.json")
     assert config["architectures"] == ["LionForMaskedLM"]
     assert sorted(os.listdir(tmp_path)) == ["back", "other"]
 
@@ -384,7 +382,7 @@ def test_other_models_are_refused(kind, change, message, tmp_path, capsys):
     settings = [change]
     if isinstance(change, dict):
         settings = []
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         (folder / "config.json").write_text(json.dumps(config | change))
     assert message in refused(capsys, folder, kind, *settings)
 

@@ -1,6 +1,5 @@
 """Tests of `./run.sh distance`: generated images against real ones, from all sources."""
 
-import json
 import shutil
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from PIL import Image
 from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
-from tests.helpers import pictures, printed, refuse, tiny_recipe, trained
+from tests.helpers import pictures, printed, read_json, refuse, tiny_recipe, trained
 from tests.tools.test_sample import changed, diffusion_recipe
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures
@@ -73,7 +72,7 @@ def test_the_distance_of_the_training_images_is_zero(classifier, real, tmp_path,
     assert floor[2] > 0
     assert 50 < floor[4] < 100
     assert f"reference: train; features of {classifier}" in notes[0]
-    held, test = json.loads(data.read_text())["rows"]
+    held, test = read_json(data)["rows"]
     assert held["figures"]["FD-own"][0] < 1e-9
     assert test["figures"]["FD-own"][1] > 0
 

@@ -25,7 +25,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.transformers import LionForCausalLM
-from tests.helpers import assert_in, here, printed, refuse, state_of, tiny_recipe
+from tests.helpers import assert_equal, assert_in, here, printed, read_json, refuse, state_of, tiny_recipe
 from tests.tools.untrained import text_info, untrained
 from tools.compose import describe_data, make_task, resolve
 from tools.export.hub import image_processor
@@ -43,6 +43,11 @@ def text_run(folder, kind):
     places = [f"run.root={folder}", f"run.name={kind}", f"data.tokenizer={folder / 'tokenizer.json'}"]
     recipe = resolve(recipe, [*SMALL, "data.name=text", "data.length=17", *places])
     return untrained(recipe, text_info(tokenizer, 17, "tokenizer")), tokenizer
+
+
+def export(run, out):
+    assert here("export", run, out) == 0
+    return out
 
 
 def reloaded(kind, folder):
@@ -77,8 +82,8 @@ def run_card(folder):
 def same_run(run, other):
     a = state_of(run, "best")
     b = state_of(other, "best")
-    assert a["model"].keys() == b["model"].keys() and a["info"] == b["info"]
-    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert a["info"] == b["info"]
+    assert_equal(a["model"], b["model"])
     assert open_run(run).recipe.model == open_run(other).recipe.model
 
 
@@ -108,13 +113,10 @@ def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
 @torch.no_grad()
 def test_classifiers_keep_their_classes(classes, tmp_path):
     run, _ = text_run(tmp_path, "bert")
-    recipe = resolve("glue_rte" if classes else "glue_stsb", [
-        *SMALL, f"init_from={run}", "model.mixer=lion_s", f"run.root={tmp_path}", "run.name=glue",
-        f"data.tokenizer={tmp_path / 'tokenizer.json'}",
-    ])  # fmt: skip
+    where = [f"init_from={run}", f"run.root={tmp_path}", "run.name=glue", f"data.tokenizer={tmp_path}/tokenizer.json"]
+    recipe = resolve("glue_rte" if classes else "glue_stsb", [*SMALL, *where, "model.mixer=lion_s"])
     untrained(recipe, LabelledTextInfo(**{**vars(open_run(run).task.info), "classes": classes}))
-    out = tmp_path / "out"
-    assert here("export", recipe.folder, out) == 0
+    out = export(recipe.folder, tmp_path / "out")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
     config = model.config
     if classes:
@@ -135,8 +137,8 @@ def test_classifiers_keep_their_classes(classes, tmp_path):
     card = (out / "README.md").read_text()
     assert "Not evaluated." in card and '("A sentence."' in card
     (recipe.folder / "columns.json").write_text('["premise", "hypothesis"]')  # as a run on pairs keeps them
-    assert here("export", recipe.folder, tmp_path / "pairs") == 0
-    assert '("A first sentence.", "A second one."' in (tmp_path / "pairs" / "README.md").read_text()
+    card = (export(recipe.folder, tmp_path / "pairs") / "README.md").read_text()
+    assert '("A first sentence.", "A second one."' in card
 
 
 SEQUENCES = {  # Auto class, recipe, metadata of the data, and changes of the recipe
@@ -155,8 +157,8 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
     recipe = resolve(recipe, [*SMALL, *changes, f"run.root={tmp_path}", "run.name=run"])
     task = make_task(recipe, info)
     untrained(recipe, info)
-    assert here("export", recipe.folder, tmp_path / "out") == 0
-    model = reloaded(kind, tmp_path / "out")
+    out = export(recipe.folder, tmp_path / "out")
+    model = reloaded(kind, out)
     ours = lion.load(recipe.folder, compile=False)
     batch = task.example(3, "cpu")
     inputs = batch["tokens"] if "tokens" in batch else batch["pixels"]
@@ -170,8 +172,8 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
         hidden = torch.rand(mask.shape) < 0.5
         wanted = ours(inputs, None, hidden)
         torch.testing.assert_close(model(inputs, bool_masked_pos=hidden).logits, wanted, rtol=0, atol=1e-5)
-    same_run(recipe.folder, back(tmp_path / "out", tmp_path / "again"))
-    found = run_card(tmp_path / "out")
+    same_run(recipe.folder, back(out, tmp_path / "again"))
+    found = run_card(out)
     assert found["inputs"].shape[1:] == inputs.shape[1:] and int(found["inputs"].max()) < (info.vocabulary or 256)
 
 
@@ -179,8 +181,8 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
 def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "tiny")) == 0
-    run, out = tmp_path / "runs" / "tiny", tmp_path / "out"
-    assert here("export", run, out) == 0
+    run = tmp_path / "runs" / "tiny"
+    out = export(run, tmp_path / "out")
     files = {"README.md", "config.json", "model.safetensors", "modeling_lion.py", "preprocessor_config.json"}
     assert {path.name for path in out.iterdir()} == {*files, "recipe.yaml"}
     model = transformers.AutoModelForImageClassification.from_pretrained(out)
@@ -194,7 +196,7 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
 
     card = (out / "README.md").read_text()
     head = head_of(card)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     (result,) = head["model-index"][0]["results"]
     assert result["metrics"][0]["value"] == pytest.approx(summary["value"], abs=1e-6)
     assert result["dataset"]["split"] == "test" and "pipeline_tag" not in head
@@ -219,8 +221,7 @@ def test_prompts_are_tokenised_as_by_generate(tmp_path, monkeypatch):
     """Check that no [SEP], at which a text ends, stands between a prompt and its continuation."""
     monkeypatch.setitem(RECIPES, "gpt", ("gpt2_tiny_lion_s", "wordpiece", 200))
     run, tokenizer = text_run(tmp_path, "gpt")
-    assert here("export", run, tmp_path / "out") == 0
-    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    words = transformers.AutoTokenizer.from_pretrained(export(run, tmp_path / "out"))
     assert tokenizer.frame[1] and words(TEXT[0]).input_ids == tokenizer.encode(TEXT[0])
 
 
@@ -236,8 +237,7 @@ def test_a_pipeline_classifies_images_in_colour(tmp_path):
     recipe = resolve("cifar10_mini", [*SMALL, f"run.root={tmp_path}", "run.name=run"])
     info = describe_data(recipe, look=False)[0]
     untrained(recipe, info)
-    out = tmp_path / "out"
-    assert here("export", recipe.folder, out) == 0
+    out = export(recipe.folder, tmp_path / "out")
     assert head_of((out / "README.md").read_text())["pipeline_tag"] == "image-classification"
     Image.effect_mandelbrot((40, 32), (-2, -1, 1, 1), 50).save(out / "image.png")
     classify = transformers.pipeline("image-classification", str(out))
@@ -253,14 +253,14 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     line = refuse(capsys, "export", recipe.folder, tmp_path / "out")
     assert "model.name: lion.transformers has no class for 'dit', because transformers has none for diffusion" in line
     run, _ = text_run(tmp_path, "gpt")
-    assert here("export", run, tmp_path / "gpt_out") == 0
-    line = refuse(capsys, "convert", tmp_path / "gpt_out", "mlm_tiny_lion_s", tmp_path / "again")
+    out = export(run, tmp_path / "gpt_out")
+    line = refuse(capsys, "convert", out, "mlm_tiny_lion_s", tmp_path / "again")
     assert "gpt_out: exported from a run of task 'causal_lm', the recipe has 'masked_lm'" in line
-    model = LionForCausalLM.from_pretrained(tmp_path / "gpt_out")
+    model = LionForCausalLM.from_pretrained(out)
     known = model.config.vocab_size
     model.resize_token_embeddings(known + 3)
     model.save_pretrained(tmp_path / "resized")
-    line = refuse(capsys, "convert", tmp_path / "resized", tmp_path / "gpt_out/recipe.yaml", tmp_path / "again")
+    line = refuse(capsys, "convert", tmp_path / "resized", out / "recipe.yaml", tmp_path / "again")
     assert f"its embeddings were resized to {known + 3} ids, its tokenizer has {known}" in line
     for name in [name for name in sys.modules if name.split(".")[:2] == ["lion", "transformers"]]:
         monkeypatch.delitem(sys.modules, name)

@@ -20,7 +20,7 @@ from data.text.glue import TASKS
 from lion.config import ConfigError, to_dict
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import init_from, lock_run, open_run
-from tests.helpers import assert_in, glue_folder, here, printed, refuse, trained
+from tests.helpers import assert_in, glue_folder, here, printed, read_json, read_lines, refuse, trained
 from tests.tools.queues import Forked, command_here
 from tools import __main__ as commands
 from tools import jobs as queue
@@ -321,7 +321,7 @@ def test_rates_are_trained_and_the_best_is_reported(run, tmp_path, capsys, monke
     assert "0.01, 0.0001" in out
     assert "same rate for all" in out
     folder = run[0] / "glue" / "rates"
-    held = json.loads((folder / "results.json").read_text())
+    held = read_json(folder / "results.json")
     first, second = held["rows"]
     assert (first["lr"], first["seed"]) == (1e-2, 19)
     assert (second["lr"], second["seed"]) == (1e-4, 19)
@@ -365,7 +365,7 @@ def test_the_table(finished):
     both = [mnli["metrics"][f"{split} accuracy"] for split in ("val", "val_mismatched")]
     assert mnli["score"] == pytest.approx(50 * sum(both))
     assert not mnli["missing"]
-    held = json.loads((folder / "results.json").read_text())
+    held = read_json(folder / "results.json")
     assert held["average"] == pytest.approx((mnli["score"] + rte["score"]) / 2)
     assert held["rows"] == rows
     assert held["average_over"] == "tasks"
@@ -434,7 +434,7 @@ def test_a_fine_tuned_run_is_evaluated_and_predicts(finished, capsys):
 def test_the_score_is_that_of_the_last_step(finished, tmp_path):
     copy = shutil.copytree(finished[0] / "rte_seed19", tmp_path / "rte_seed19")
     file = copy / "metrics.jsonl"
-    end = [line for line in map(json.loads, file.read_text().splitlines()) if line["kind"] == "val"][-1]
+    *_, end = (line for line in read_lines(file) if line["kind"] == "val")
     first = json.dumps(end | {"step": 1, "accuracy": 0.75})
     last = json.dumps(end | {"accuracy": 0.5})
     file.write_text(f"{first}\n{last}\n")

@@ -1,6 +1,5 @@
 """Tests of `./run.sh eval RUN --lengths ..`: the same tokens at every length, with metrics computed by hand."""
 
-import json
 import math
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from lion.config import ConfigError
 from lion.runs import open_run
 from lion.samples.seeds import derive
-from tests.helpers import here, printed, refuse, tiny_recipe, trained
+from tests.helpers import here, printed, read_json, refuse, tiny_recipe, trained
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 
@@ -47,7 +46,7 @@ def run(folder):
 
 
 def rows_of(out):
-    return json.loads((out / "extrapolation.json").read_text())["rows"]
+    return read_json(out / "extrapolation.json")["rows"]
 
 
 def held_out(folder, tokenizer):

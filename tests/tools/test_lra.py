@@ -1,10 +1,8 @@
 """Tests of small recipes of the Long Range Arena: self-pretraining, a run that starts from it, and a report."""
 
-import json
-
 import pytest
 
-from tests.helpers import here, printed, refuse
+from tests.helpers import here, printed, read_json, refuse
 
 SHRINK = """
 model.dim=8 model.depth=1 model.num_heads=2
@@ -22,7 +20,7 @@ def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
     assert here("train", "lra_listops_lion_s_masked", *SHRINK, "--no-eval") == 0
     started = ["run.name=started", "init_from=lra_listops_lion_s_masked"]
     assert here("train", "lra_listops_lion_s", *SHRINK, *started) == 0
-    summary = json.loads((tmp_path / "runs/started/summary.json").read_text())
+    summary = read_json(tmp_path / "runs/started/summary.json")
     assert summary["remark"].startswith("stuck at chance: accuracy ")
     assert summary["remark"] in capsys.readouterr().out
     assert len(summary["forms"]) == 4

@@ -15,7 +15,7 @@ import yaml
 from scipy import stats
 
 from lion.config import ConfigError, build, changed
-from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, refuse, tiny_recipe
+from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, read_json, refuse, tiny_recipe
 from tests.tools.queues import command_here
 from tools import claims, jobs, paper
 from tools import statistics as ours
@@ -662,7 +662,7 @@ class Own:
     def rows(self):
         """Return the stored row of each row of the table."""
         names = {cell.key: cell.row for cell in cells("own", read_tables()["own"], "mini")}
-        held = json.loads((self.out / "paper.json").read_text())["rows"]
+        held = read_json(self.out / "paper.json")["rows"]
         return {names[row["key"]]: row for row in held}
 
     def page(self):
@@ -688,7 +688,7 @@ def test_runs_are_made_once_and_stored_when_they_end(own, capsys):
     assert not runs.exists()
     assert not own.out.exists()
     own.run("--dry-run", "--save")
-    assert json.loads((own.out / "paper.json").read_text())["estimates"]
+    assert read_json(own.out / "paper.json")["estimates"]
     assert "paper.md" in capsys.readouterr().out
     own.run("--jobs", 2)
     rows = own.rows()

@@ -14,7 +14,7 @@ from lion.config import ConfigError
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import assert_in, here, printed, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
@@ -69,8 +69,7 @@ def test_runs_of_one_recipe_are_one_row(runs):
 
 
 def best_of(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return max(line["top1"] for line in lines if line["kind"] == "val")
+    return max(line["top1"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "val")
 
 
 @pytest.mark.slow
@@ -219,7 +218,7 @@ def test_all_sections_are_corrected_together(runs, tmp_path):
     """Check that verdicts of a section depend on the other sections of the report, and are made from its JSON."""
     some = [runs / "lion_s0", runs / "lion_s1", runs / "softmax0", runs / "softmax1"]
     assert here("report", "--section", "a", *some, "--section", "b", *some, "--out", tmp_path, "--name", "two") == 0
-    held = json.loads((tmp_path / "two.json").read_text())["sections"]
+    held = read_json(tmp_path / "two.json")["sections"]
     for row in held:
         (claim,) = row["comparisons"]
         claim["found"] |= {"mean": 2.17, "error": 1.0, "freedom": 1e9}  # p = 0.03
@@ -254,7 +253,7 @@ def test_the_command(runs, tmp_path, capsys):
         "6 steps in batches of 64",
         "## Claims of the papers",
     )
-    held = {(r["model"], r["seed"]): r for r in json.loads((tmp_path / "tiny.json").read_text())["rows"]}
+    held = {(r["model"], r["seed"]): r for r in read_json(tmp_path / "tiny.json")["rows"]}
     assert held["lion_s", 1]["test"] == 0.6
     assert len(held["softmax", 0]["curve"]) == 2
     pytest.importorskip("matplotlib")
@@ -315,7 +314,7 @@ def test_tables_of_other_runs_stay(runs, tmp_path):
     page = tmp_path / "tiny.md"
 
     def held():
-        return json.loads((tmp_path / "tiny.json").read_text())
+        return read_json(tmp_path / "tiny.json")
 
     (tmp_path / "why.md").write_text("Because.")
     one, other = ("--section", "One", runs / "softmax0"), ("--section", "Other", runs / "lion_s0")
@@ -379,7 +378,7 @@ def test_reports_written_at_once_keep_each_other(runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Store, "alone", late)
     assert report("A", "softmax0") == 0
-    held = json.loads((tmp_path / "both.json").read_text())
+    held = read_json(tmp_path / "both.json")
     for rows in (held["sections"], held["rows"]):
         assert {row["section"] for row in rows} == {"A", "B"}
 
@@ -406,7 +405,7 @@ def test_a_stuck_run_is_reported(runs):
 
 def test_further_sets_are_measured_at_the_best_step(runs, tmp_path):
     run = shutil.copytree(runs / "lion_s0", tmp_path / "run")
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(run / "metrics.jsonl")
     first, second = (line for line in lines if line["kind"] == "val")
     first["top1"] = 0.9
     second["top1"] = 0.5

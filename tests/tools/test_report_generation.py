@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, here, read_json, refuse, tiny_recipe, trained
 from tests.tools.test_sample import diffusion_recipe
 from tools.finished import load
 from tools.options import FIGURES
@@ -47,7 +47,7 @@ def grouped(runs):
 
 
 def figures_of(run):
-    return json.loads((run / FIGURES).read_text())
+    return read_json(run / FIGURES)
 
 
 def store_values(runs, values):

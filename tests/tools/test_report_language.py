@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import assert_in, here, printed, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table
@@ -47,8 +47,7 @@ def grouped(runs):
 
 
 def metrics_of(run, kind):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["kind"] == kind]
+    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
 
 
 def goodness(line):
@@ -101,7 +100,7 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
     assert "images/s" in images
     assert "images seen" not in images
     assert "6 steps in batches of 64" in images
-    rows = json.loads((tmp_path / "both.json").read_text())["rows"]
+    rows = read_json(tmp_path / "both.json")["rows"]
     assert [row["section"] for row in rows] == ["Packing"] * 6 + ["Pictures"]
     assert rows[0]["beside"].keys() == {"loss"}
     assert rows[0]["speed"] > 0
@@ -113,7 +112,7 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
     """Check that rows hold recipe, commit and fingerprint; without runs, the Markdown is rewritten with new notes."""
     where = ("--name", "masked_lm", "--out", tmp_path)
     assert here("report", *runs, *where) == 0
-    row = json.loads((tmp_path / "masked_lm.json").read_text())["rows"][0]
+    row = read_json(tmp_path / "masked_lm.json")["rows"][0]
     assert row["recipe"]["model.mixer"] == "lion_s"
     assert "data.path" not in row["recipe"]
     assert re.fullmatch("[0-9a-f]{12}", row["data"])

@@ -1,13 +1,12 @@
 """Tests of stored reports: rows that grow over several runs, and errors."""
 
 import fcntl
-import json
 import os
 
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import ROOT
+from tests.helpers import ROOT, read_json
 from tools.bench.clock import ClockReport
 from tools.bench.generate import GenerateReport
 from tools.bench.gpu import GpuReport
@@ -25,7 +24,7 @@ def test_rows_grow_and_are_replaced(tmp_path):
         first.add({"a": a, "b": 0, "ms": ms, "date": f"2026-01-0{ms - 4}", "torch": "2", "command": "c"})
     first.save("text", sums=[13])
     assert (tmp_path / "r.md").read_text() == "text"
-    assert json.loads(path.read_text())["sums"] == [13]
+    assert read_json(path)["sums"] == [13]
     again = Store(path, rows=key).load()
     assert [row["ms"] for row in again.rows.values()] == [6, 7]
     assert not again.new
