@@ -19,7 +19,7 @@ from lion.inference.text import Continuation
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import STATE, load_state, write_manifest
 from lion.trainer.compilation import missing_compiler
-from tests.helpers import here, refuse, trained
+from tests.helpers import here, printed, refuse, trained
 from tests.processes import in_ranks
 from tools import generate
 from tools.generate import Decoder
@@ -51,25 +51,26 @@ def runs(tmp_path_factory):
 
 
 def text_of(capsys, *args):
-    assert here("generate", *args) == 0
-    out = capsys.readouterr()
-    return out.out, out.err
+    return printed(capsys, "generate", *args)
 
 
 @pytest.mark.parametrize("mixer, mode", [("softmax", "kv"), ("lion_s", "rnn")])
 @pytest.mark.slow
 def test_modes_write_the_same_text(runs, capsys, mixer, mode):
-    greedy = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--temperature", 0]
-    text, said = text_of(capsys, *greedy)
+    call = ["generate", runs[mixer], "--prompt", "the ", "--tokens", 20]
+    greedy = [*call, "--temperature", 0]
+    assert here(*greedy) == 0
+    text, said = capsys.readouterr()
     assert text.startswith("the ") and len(text) == 4 + 20 + 1 and set(text) <= set(TEXT)
     assert f"mode {mode}: 20 tokens" in said
-    assert text_of(capsys, *greedy, "--mode", "attention")[0] == text
-    drawn = [runs[mixer], "--prompt", "the ", "--tokens", 20, "--seed", 3, "--top-k", 9, "--top-p", 0.9]
-    assert text_of(capsys, *drawn)[0] == text_of(capsys, *drawn, "--mode", "attention")[0] != text
+    assert printed(capsys, *greedy, "--mode", "attention") == text
+    drawn = [*call, "--seed", 3, "--top-k", 9, "--top-p", 0.9]
+    assert printed(capsys, *drawn) == printed(capsys, *drawn, "--mode", "attention") != text
 
 
 def test_the_reported_state_is_the_state_used(runs, capsys):
-    _, said = text_of(capsys, runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12)
+    assert here("generate", runs["softmax"], *["--prompt", "the "] * 100, "--tokens", 12) == 0
+    said = capsys.readouterr().err
     # float32 keys and values of 16 channels, and a flag, for 16 tokens in 2 blocks
     kept = 100 * 16 * 2 * (2 * 16 * 4 + 1)
     assert f"state {kept / 2**20:.2f} MiB" in said
@@ -96,21 +97,21 @@ def test_several_prompts_are_each_continued_as_if_alone(runs, capsys):
         wanted = ""
         for number, prompt in enumerate(prompts, 1):
             asked += ["--prompt", prompt]
-            wanted += f"[{number}] " + text_of(capsys, run, "--prompt", prompt, *options)[0]
-        assert text_of(capsys, run, *asked, *options)[0] == wanted
+            wanted += f"[{number}] " + text_of(capsys, run, "--prompt", prompt, *options)
+        assert text_of(capsys, run, *asked, *options) == wanted
 
 
 @pytest.mark.process
 def test_processes_read_the_prompt_together(runs, capsys, tmp_path):
     prompt = [runs["lion_s"], "--prompt", TEXT[:600], "--tokens", 9, "--temperature", 0]
-    alone, _ = text_of(capsys, *prompt, "--state", tmp_path / "alone")
+    alone = text_of(capsys, *prompt, "--state", tmp_path / "alone")
     together = in_ranks(2, "generate", *prompt, "--processes", 2, "--state", tmp_path / "together")
     assert together.returncode == 0, together.stderr
     assert together.stdout == alone
-    further = [
-        text_of(capsys, runs["lion_s"], "--state", tmp_path / name, "--tokens", 5)[0] for name in ("alone", "together")
-    ]
-    assert further[0] == further[1]
+    first, second = (
+        text_of(capsys, runs["lion_s"], "--state", tmp_path / name, "--tokens", 5) for name in ("alone", "together")
+    )
+    assert first == second
     for run, more, message in (
         ("softmax", ["--prompt", "a"], "--processes: mode kv has no state"),
         ("lion_s", ["--state", tmp_path / "alone"], "--processes: several processes read prompts"),
@@ -125,10 +126,10 @@ def test_a_state_goes_on_as_one_longer_call_would_have(runs, capsys, tmp_path, m
     monkeypatch.setattr(generate, "UNFINISHED", unfinished)
     run, state = runs["softmax" if mode == "kv" else "lion_s"], tmp_path / "state.pt"
     asked = [run, "--mode", mode, "--seed", 1]
-    whole, _ = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 20)
-    first, _ = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 8, "--state", state)
-    second, _ = text_of(capsys, run, "--seed", 1, "--tokens", 5, "--state", state)
-    third, _ = text_of(capsys, *asked, "--tokens", 7, "--state", state)
+    whole = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 20)
+    first = text_of(capsys, *asked, "--prompt", "the cat", "--tokens", 8, "--state", state)
+    second = text_of(capsys, run, "--seed", 1, "--tokens", 5, "--state", state)
+    third = text_of(capsys, *asked, "--tokens", 7, "--state", state)
     assert first[:-1] + second[:-1] + third == whole
 
 
@@ -142,9 +143,9 @@ def test_compiled_where_the_recipe_says_so(runs, capsys, tmp_path):
     torch._dynamo.reset()
     counters.clear()
     asked = [run, "--prompt", "the ", "--prompt", "a", "--tokens", 8, "--temperature", 0]
-    eager = text_of(capsys, *asked, "--eager")[0]
+    eager = text_of(capsys, *asked, "--eager")
     assert not counters["frames"]
-    assert text_of(capsys, *asked)[0] == eager
+    assert text_of(capsys, *asked) == eager
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -313,7 +314,7 @@ def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path
     run, state = runs["lion_s"], tmp_path / "state.pt"
     asked = ["--seed", 1, "--state", state]
     shown, show = [], generate.show
-    whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
+    whole = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
 
     def closed(text):
         shown.append(text)
@@ -326,14 +327,14 @@ def test_what_was_generated_is_kept_where_nobody_reads_it(runs, capsys, tmp_path
         here("generate", run, *asked, "--prompt", "the cat", "--tokens", 12)
     monkeypatch.undo()
     first = capsys.readouterr().out + shown[5]
-    assert first + text_of(capsys, run, *asked, "--tokens", 7)[0] == whole
+    assert first + text_of(capsys, run, *asked, "--tokens", 7) == whole
 
 
 @pytest.mark.parametrize("number, compiling", [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monkeypatch, number, compiling):
     """Send a signal after the fourth token or during the fifth, whose compilation then fails."""
     run, asked = runs["lion_s"], ["--seed", 1, "--state", tmp_path / "state.pt"]
-    whole, _ = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
+    whole = text_of(capsys, run, "--seed", 1, "--prompt", "the cat", "--tokens", 12)
     place, name = (Continuation, "append") if compiling else (generate, "show")
     work, calls = getattr(place, name), []
 
@@ -352,7 +353,7 @@ def test_what_was_generated_before_a_signal_is_kept(runs, capsys, tmp_path, monk
     monkeypatch.undo()
     first = capsys.readouterr()
     assert "mode rnn: 4 tokens" in first.err
-    assert first.out[:-1] + text_of(capsys, run, *asked, "--tokens", 8)[0] == whole
+    assert first.out[:-1] + text_of(capsys, run, *asked, "--tokens", 8) == whole
 
 
 def test_another_vocabulary_is_refused(runs, capsys, tmp_path):
@@ -380,6 +381,6 @@ def test_the_digest_is_of_all_weights(runs):
 
 def test_options_of_sampling_reach_the_draws(runs, capsys):
     call = [runs["lion_s"], "--prompt", "the ", "--tokens", 20]
-    greedy = text_of(capsys, *call, "--temperature", 0)[0]
-    assert text_of(capsys, *call)[0] != greedy
-    assert text_of(capsys, *call, "--top-p", 0)[0] == text_of(capsys, *call, "--top-k", 1)[0] == greedy
+    greedy = text_of(capsys, *call, "--temperature", 0)
+    assert text_of(capsys, *call) != greedy
+    assert text_of(capsys, *call, "--top-p", 0) == text_of(capsys, *call, "--top-k", 1) == greedy

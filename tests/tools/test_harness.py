@@ -43,7 +43,12 @@ def test_the_harness_finds_the_same_accuracies(name, tmp_path, capsys, monkeypat
     ]
     found = simple_evaluate(
         model="hf",
-        model_args=f"pretrained={tmp_path / 'gpt'},device=cpu,dtype=float32,trust_remote_code=True",
+        model_args={
+            "pretrained": str(tmp_path / "gpt"),
+            "device": "cpu",
+            "dtype": "float32",
+            "trust_remote_code": True,
+        },
         tasks=["mine"],
         task_manager=TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False),
         batch_size=4,
