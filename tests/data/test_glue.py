@@ -149,12 +149,12 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
     line = said_of(rewrite(root, tmp_path, "rte", "{ no json"))
     assert re.search(r"train\.jsonl, line \d+: not JSON, '{ no json' \(Expecting property name", line)
     file = tmp_path / "rte" / "train.jsonl"
-    for text, words in (
-        ("", "train.jsonl: no rows, the file is empty"),
-        ('{"sentence1": "x", "label": 1}\n', "row 1: no column 'sentence2', did you mean 'sentence1'?"),
-        ('{"sentence1": "x", "sentence2": "y"}\n', "row 1: no column 'label'"),
-        ('{"sentence1": "x", "sentence2": 3, "label": 1}\n', "row 1: sentence2: expected text, got 3"),
-    ):
+    for text, words in {
+        "": "train.jsonl: no rows, the file is empty",
+        '{"sentence1": "x", "label": 1}\n': "row 1: no column 'sentence2', did you mean 'sentence1'?",
+        '{"sentence1": "x", "sentence2": "y"}\n': "row 1: no column 'label'",
+        '{"sentence1": "x", "sentence2": 3, "label": 1}\n': "row 1: sentence2: expected text, got 3",
+    }.items():
         file.write_text(text)
         assert words in said_of(tmp_path)
     file.unlink()

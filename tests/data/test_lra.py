@@ -289,16 +289,16 @@ def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
 
 @pytest.mark.parametrize(
     "text, value",
-    [
-        ("3", 3),
-        ("[MIN 4 2 8 ]", 2),
-        ("[MAX 4 2 8 ]", 8),
-        ("[MED 4 2 8 ]", 4),
-        ("[MED 1 2 8 9 ]", 5),
-        ("[MED 1 2 ]", 1),  # 1.5, truncated
-        ("[SM 9 9 9 ]", 7),
-        ("[MAX 1 [SM [MED 0 9 9 ] 4 ] 2 ]", 3),
-    ],
+    {
+        "3": 3,
+        "[MIN 4 2 8 ]": 2,
+        "[MAX 4 2 8 ]": 8,
+        "[MED 4 2 8 ]": 4,
+        "[MED 1 2 8 9 ]": 5,
+        "[MED 1 2 ]": 1,  # 1.5, truncated
+        "[SM 9 9 9 ]": 7,
+        "[MAX 1 [SM [MED 0 9 9 ] 4 ] 2 ]": 3,
+    }.items(),
 )
 def test_values_are_those_of_the_operators(text, value):
     assert evaluate(parse(text, "here"), "here") == value
@@ -430,27 +430,27 @@ def test_expressions_that_hardly_ever_are_give_up(tmp_path, monkeypatch):
     assert "data.min_length: of 50 expressions none had more than 120 and fewer than 125" in said
 
 
-BAD_LINES = [
-    ("[MAX 1 2 ]", "expected an expression, a tab and its value 0 to 9"),
-    ("[MAX 1 2 ]\t10", "expected an expression, a tab and its value 0 to 9"),
-    ("[MAX 1 2\t2", "1 brackets are never closed"),
-    ("1 ]\t1", "token 2 is a ']' that closes nothing"),
-    ("[MAX ]\t1", "the operator that token 2 closes has no arguments"),
-    ("1 2\t1", "expected one expression, found 2"),
-    ("\t1", "expected one expression, found 0"),
-    ("[FIRST 1 2 ]\t1", "'[FIRST' is not a token of ListOps"),
-    ("<unk> 1 2 ]\t1", "'<unk>' is not a token of ListOps"),
-    ("[MAX 1 <eos> ]\t1", "'<eos>' is not a token of ListOps"),
-    ("[MAX 1 2 ]\t1", "the expression's value is 2, its label 1"),
-    ("[MAX 1 2 3 4 5 6 7 8 ]\t8", "10 tokens and the end token, data.length is 10"),
-]
+BAD_LINES = {
+    "[MAX 1 2 ]": "expected an expression, a tab and its value 0 to 9",
+    "[MAX 1 2 ]\t10": "expected an expression, a tab and its value 0 to 9",
+    "[MAX 1 2\t2": "1 brackets are never closed",
+    "1 ]\t1": "token 2 is a ']' that closes nothing",
+    "[MAX ]\t1": "the operator that token 2 closes has no arguments",
+    "1 2\t1": "expected one expression, found 2",
+    "\t1": "expected one expression, found 0",
+    "[FIRST 1 2 ]\t1": "'[FIRST' is not a token of ListOps",
+    "<unk> 1 2 ]\t1": "'<unk>' is not a token of ListOps",
+    "[MAX 1 <eos> ]\t1": "'<eos>' is not a token of ListOps",
+    "[MAX 1 2 ]\t1": "the expression's value is 2, its label 1",
+    "[MAX 1 2 3 4 5 6 7 8 ]\t8": "10 tokens and the end token, data.length is 10",
+}
 
 
 def test_what_is_malformed_is_named_with_its_file_and_line(tmp_path, capsys):
     good = "[MAX 1 2 ]\t2"
     path = listops_files(tmp_path, good)
     val = tmp_path / "basic_val.tsv"
-    for line, message in BAD_LINES:
+    for line, message in BAD_LINES.items():
         listops_files(tmp_path, good, val=[good, line])
         assert f"{val}, line 3: {message}" in refusal(prepared, tmp_path, "listops", path=path, length=10)
     listops_files(tmp_path, good, val=[])
@@ -582,24 +582,21 @@ def test_a_table_is_read_as_lines_are(tmp_path):
 
 
 PAIR = "{}\tA-1\tB-2\t{}\t{}"
-BAD_REVIEWS = [
-    ("{no", "not JSON ("),
-    ("[" * 100_000, "not JSON ("),
-    ('{"text": "a", "label": -1}', "expected a text and a label 0 or 1, got"),
-    ('{"text": 3, "label": 1}', "expected a text and a label 0 or 1, got"),
-    ('["text", 1]', "expected a text and a label 0 or 1, got"),
-]
-BAD_PAIRS = [
-    (
-        "1\tA-1\tB-2\tonly one",
-        "expected label, two names and two documents separated by tabs, got 4 columns",
-    ),
-    (PAIR.format(1, "a", " "), "incomplete pair, the second document is empty"),
-    (PAIR.format(1, "", "b"), "incomplete pair, the first document is empty"),
-    (PAIR.format(1, "b'a'", "b''"), "incomplete pair, the second document is empty"),
-    ("\t\t\t\t", "incomplete pair, the first document is empty"),
-    (PAIR.format(2, "a", "b"), "expected label 0 or 1, got '2'"),
-]
+BAD_REVIEWS = {
+    "{no": "not JSON (",
+    "[" * 100_000: "not JSON (",
+    '{"text": "a", "label": -1}': "expected a text and a label 0 or 1, got",
+    '{"text": 3, "label": 1}': "expected a text and a label 0 or 1, got",
+    '["text", 1]': "expected a text and a label 0 or 1, got",
+}
+BAD_PAIRS = {
+    "1\tA-1\tB-2\tonly one": "expected label, two names and two documents separated by tabs, got 4 columns",
+    PAIR.format(1, "a", " "): "incomplete pair, the second document is empty",
+    PAIR.format(1, "", "b"): "incomplete pair, the first document is empty",
+    PAIR.format(1, "b'a'", "b''"): "incomplete pair, the second document is empty",
+    "\t\t\t\t": "incomplete pair, the first document is empty",
+    PAIR.format(2, "a", "b"): "expected label 0 or 1, got '2'",
+}
 
 
 def pairs(folder, *rows):
@@ -610,14 +607,14 @@ def pairs(folder, *rows):
 
 def test_a_bad_row_is_named_with_its_file_and_line(tmp_path):
     path = reviews(tmp_path, train=REVIEWS)
-    for row, message in BAD_REVIEWS:
+    for row, message in BAD_REVIEWS.items():
         (tmp_path / "test.jsonl").write_text(f"{json.dumps(REVIEWS[0])}\n\n{row}\n")
         said = refusal(prepared, tmp_path, "imdb", path=path)
         assert f"{tmp_path / 'test.jsonl'}, line 3: {message}" in said
     good = PAIR.format("0.0", "a", "b")
     pairs(tmp_path, good)
     last = tmp_path / "new_aan_pairs.test.tsv"
-    for row, message in BAD_PAIRS:
+    for row, message in BAD_PAIRS.items():
         last.write_text(f"{good}\n\n{row}\n")
         assert f"{last}, line 3: {message}" in refusal(prepared, tmp_path, "aan", path=path)
 
@@ -910,14 +907,14 @@ def test_bad_images_and_metadata_are_named(tmp_path):
     assert f"{third}: not a readable image" in said()
     third.unlink()
     assert f"{third}: no such file" in said()
-    for text, message in (
-        ("imgs/0 sample_0.png 0 0\nimgs/0 sample_1.png\n", f"{path}, row 2: expected folder, file, number and label 0"),
-        ("", "there are no samples"),
-        (f"{tmp_path} sample_0.png 0 0\n", "lies outside of"),
-        ("../imgs sample_0.png 0 0\n", "lies outside of"),
-        ("imgs ../../../sample_0.png 0 0\n", "lies outside of"),
-        ("imgs/0 sample_0.png 0 0\nimgs/./0 sample_0.png 0 1\n", "its metadata list both labels 0 and 1"),
-    ):
+    for text, message in {
+        "imgs/0 sample_0.png 0 0\nimgs/0 sample_1.png\n": f"{path}, row 2: expected folder, file, number and label 0",
+        "": "there are no samples",
+        f"{tmp_path} sample_0.png 0 0\n": "lies outside of",
+        "../imgs sample_0.png 0 0\n": "lies outside of",
+        "imgs ../../../sample_0.png 0 0\n": "lies outside of",
+        "imgs/0 sample_0.png 0 0\nimgs/./0 sample_0.png 0 1\n": "its metadata list both labels 0 and 1",
+    }.items():
         path.write_text(text)
         assert message in said()
     for broken in (b"\x93NUMPY", b"\xff\xfe"):

@@ -12,7 +12,7 @@ from tools.compose import build_data, resolve
 from .helpers import refused
 
 RECIPES = ("recall_softmax", "selective_copy_softmax")
-SMALL = ("data.samples=60", "data.held_out=20", "data.length=24", "data.items=[2,5]", "data.shapes=[40x7]")
+SMALL = "data.samples=60 data.held_out=20 data.length=24 data.items=[2,5] data.shapes=[40x7]".split()
 
 
 def splits(recipe, *overrides):

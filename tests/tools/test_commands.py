@@ -540,7 +540,7 @@ def test_the_suite_runs_in_as_many_processes_as_cores_and_memory_allow(tmp_path,
     monkeypatch.setattr(external, "NEEDED", 1000)
     limited = tmp_path / "memory.max"
     monkeypatch.setattr(external, "LIMIT", limited)
-    for limit, count in (("3999", "3"), ("500", "1"), ("9000", "4"), ("max", "4")):
+    for limit, count in {"3999": "3", "500": "1", "9000": "4", "max": "4"}.items():
         limited.write_text(f"{limit}\n")
         external.test(["--quick", "tests/ops", "-x"])
         assert called.pop() == ["-n", count, "--dist", "worksteal", "--quick", "tests/ops", "-x"]
@@ -823,7 +823,7 @@ def test_a_run_that_will_hardly_learn_is_named(tmp_path):
 
 def test_one_command_trains_a_folder_of_pictures(tmp_path, capsys):
     pictures(tmp_path / "photos", {"train": {"cat": 4, "dog": 4}, "val": {"cat": 2, "dog": 2}})
-    small = ["model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.batch_size=4", "trainer.steps=2"]
+    small = "model.depth=1 model.dim=16 model.num_heads=2 trainer.batch_size=4 trainer.steps=2".split()
     place = [f"data.root={tmp_path / 'photos'}", f"run.root={tmp_path / 'runs'}", "data.workers=0"]
     assert here("pictures", *place, *small, "--eager", "--form", "rnn") == 0
     shown = capsys.readouterr()

@@ -157,33 +157,33 @@ def test_attention_of_pytorch_passes_with_the_adapter_of_the_readme(adapter, cap
     assert "nan in padding fails" in capsys.readouterr().out
 
 
-BAD = [  # words of the command line, expected message
-    ("lion", "lion: expected MODULE:CLASS or FILE.py:CLASS"),
-    ("tortch:Layer", "no module 'tortch', did you mean 'torch'?"),
-    ("lion.layers.mixer:X", "no module 'lion.layers.mixer', did you mean 'mixers'?"),
-    ("lion:LionAttentio", "lion has no LionAttentio, did you mean 'LionAttention'?"),
-    ("collections:OrderedDict", "OrderedDict is not a class of torch.nn.Module, no layer there"),
-    ("json:dumps --init obj=3", "json:dumps: returned str, expected a torch.nn.Module"),
-    ("lion:LionAttention --init dim=16", "--init: lion:LionAttention needs num_heads=.."),
-    ("lion:LionAttention --init dim=16,num_heads=3", "raises ValueError: dim: expected a multiple of"),
-    ("torch.nn:Linear --init in_features=4,out_feature=4", "did you mean 'out_features'?"),
-    ("torch.nn:Linear --init in_features=4,out_features=8", "no width works; tokens (1, 8, 4) TypeError"),
-    ("torch:add", "add is not a class of torch.nn.Module"),
-    ("torch.nn:Linear --init in_features", "--init: expected NAME=VALUE,.."),
-    ("torch.nn:Linear --init in_features=[4", "--init: in_features"),
-    ("torch.nn:GRU --init input_size=8,hidden_size=8", "returned tuple, expected a tensor (B, L, D)"),
-    (f"{LAYERS}:Atention", "has no Atention, did you mean 'Attention'?"),
-    (f"{LAYERS[:-3]}x.py:Attention", f"no such file, did you mean '{LAYERS}'?"),
-    (f"{LAYERS}:Attention --adapter none.py", "--adapter: none.py: no such file"),
-    (f"{LAYERS}:Attention --adapter {LAYERS}", f"--adapter: {LAYERS} defines no function or class `adapt`"),
-    (f"{LAYERS}:Attention --dim 9", "forward fails with tokens (1, 8, 9) RuntimeError"),
-    (f"{LAYERS}:Attention --json none/x.json", "--json: no folder none"),
-    (f"{LAYERS}:Attention --json tests", "--json: tests is a folder"),
-    (f"{LAYERS}:Attention --casual", "unknown option --casual: did you mean '--causal'?"),
-]
+BAD = {  # words of the command line, expected message
+    "lion": "lion: expected MODULE:CLASS or FILE.py:CLASS",
+    "tortch:Layer": "no module 'tortch', did you mean 'torch'?",
+    "lion.layers.mixer:X": "no module 'lion.layers.mixer', did you mean 'mixers'?",
+    "lion:LionAttentio": "lion has no LionAttentio, did you mean 'LionAttention'?",
+    "collections:OrderedDict": "OrderedDict is not a class of torch.nn.Module, no layer there",
+    "json:dumps --init obj=3": "json:dumps: returned str, expected a torch.nn.Module",
+    "lion:LionAttention --init dim=16": "--init: lion:LionAttention needs num_heads=..",
+    "lion:LionAttention --init dim=16,num_heads=3": "raises ValueError: dim: expected a multiple of",
+    "torch.nn:Linear --init in_features=4,out_feature=4": "did you mean 'out_features'?",
+    "torch.nn:Linear --init in_features=4,out_features=8": "no width works; tokens (1, 8, 4) TypeError",
+    "torch:add": "add is not a class of torch.nn.Module",
+    "torch.nn:Linear --init in_features": "--init: expected NAME=VALUE,..",
+    "torch.nn:Linear --init in_features=[4": "--init: in_features",
+    "torch.nn:GRU --init input_size=8,hidden_size=8": "returned tuple, expected a tensor (B, L, D)",
+    f"{LAYERS}:Atention": "has no Atention, did you mean 'Attention'?",
+    f"{LAYERS[:-3]}x.py:Attention": f"no such file, did you mean '{LAYERS}'?",
+    f"{LAYERS}:Attention --adapter none.py": "--adapter: none.py: no such file",
+    f"{LAYERS}:Attention --adapter {LAYERS}": f"--adapter: {LAYERS} defines no function or class `adapt`",
+    f"{LAYERS}:Attention --dim 9": "forward fails with tokens (1, 8, 9) RuntimeError",
+    f"{LAYERS}:Attention --json none/x.json": "--json: no folder none",
+    f"{LAYERS}:Attention --json tests": "--json: tests is a folder",
+    f"{LAYERS}:Attention --casual": "unknown option --casual: did you mean '--causal'?",
+}
 
 
-@pytest.mark.parametrize("words, message", BAD)
+@pytest.mark.parametrize("words, message", BAD.items())
 def test_bad_input_is_one_line(words, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert message in refuse(capsys, "conform", *words.split())

@@ -27,8 +27,10 @@ CASES = [  # kind, order, whether there are positions, readout
     ("Selective", "S", True, "mean"),
 ]
 DIM, HEADS, DEPTH, SIDE, PATCH, CLASSES = 48, 3, 2, 5, 8, 7
-SMALL = [f"model.dim={DIM}", f"model.num_heads={HEADS}", f"model.depth={DEPTH}", f"model.patch_size={PATCH}"]
-SMALL += [f"data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]"]
+SMALL = f"""
+model.dim={DIM} model.num_heads={HEADS} model.depth={DEPTH}
+model.patch_size={PATCH} data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]
+""".split()
 TWO_SCANS = "model.attention.scans=[row_snake,column_snake]"
 
 

@@ -12,8 +12,10 @@ from tests.layers.test_hydra import oracle
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 DIM, DEPTH, STATE, HEADS, WIDTH = 16, 2, 4, 2, 7
-SHAPE = [f"model.dim={DIM}", f"model.depth={DEPTH}", f"model.num_heads={HEADS}", f"model.attention.state={STATE}"]
-TRAINING = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_batch=4", "model.pad_vocabulary=64"]
+SMALL = f"""
+model.dim={DIM} model.depth={DEPTH} model.num_heads={HEADS} model.attention.state={STATE} model.pad_vocabulary=64
+trainer.precision=fp32 trainer.compile=false trainer.micro_batch=4 data.name=text data.length=17
+""".split()
 
 
 class Mixer(nn.Module):
@@ -94,9 +96,9 @@ def theirs(tokenizer):
     return model
 
 
-def command(tmp_path, *more, recipe="mlm_base_hydra"):
-    data = ["data.name=text", "data.length=17", f"data.tokenizer={tmp_path}/tokenizer.json"]
-    return ["convert", tmp_path / "their.pt", recipe, tmp_path / "run", *data, *TRAINING, *SHAPE, *more]
+def command(tmp_path, *more):
+    run, tokenizer = tmp_path / "run", f"data.tokenizer={tmp_path}/tokenizer.json"
+    return ["convert", tmp_path / "their.pt", "mlm_base_hydra", run, *SMALL, tokenizer, *more]
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ transformers.utils.logging.disable_progress_bar()
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 SIZES = {"bert": "mlm_base_softmax", "gpt": "gpt2_small_softmax"}
-TINY = ["trainer.precision=fp32", "trainer.compile=false", "trainer.micro_batch=4", "data.name=text", "data.length=17"]
+TINY = "trainer.precision=fp32 trainer.compile=false trainer.micro_batch=4 data.name=text data.length=17".split()
 
 
 TOKENIZERS = {"bert": make_tokenizer("wordpiece", TEXT, 200), "gpt": make_tokenizer("bpe", TEXT, 280)}
@@ -321,16 +321,11 @@ def test_what_our_models_leave_out_is_zero_there():
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
-OTHER = [  # settings of a run whose model transformers' own BERT cannot be
-    "model.mixer=lion_s",
-    "model.norm=rmsnorm",
-    "model.block=pre_norm",
-    "model.mlp=glu",
-    "model.position_embedding=false",
-    "model.attention.out_norm=layernorm",
-    "model.attention.feature_map=elu1",
-    "model.attention.block=published",
-]
+# settings of a run whose model transformers' own BERT cannot be
+OTHER = """
+model.mixer=lion_s model.norm=rmsnorm model.block=pre_norm model.mlp=glu model.position_embedding=false
+model.attention.out_norm=layernorm model.attention.feature_map=elu1 model.attention.block=published
+""".split()
 
 
 @pytest.mark.parametrize("change", OTHER)

@@ -10,8 +10,10 @@ from tests.layers.test_vim import oracle
 from tests.tools.test_convert import Part
 
 DIM, DEPTH, SIDE, PATCH, CLASSES, STATE, RANK = 48, 2, 5, 8, 7, 16, 3
-SMALL = [f"model.dim={DIM}", "model.num_heads=3", f"model.depth={DEPTH}", f"model.patch_size={PATCH}"]
-SMALL += [f"data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]"]
+SMALL = f"""
+model.dim={DIM} model.num_heads=3 model.depth={DEPTH}
+model.patch_size={PATCH} data.image_size=[{SIDE * PATCH},{SIDE * PATCH}]
+""".split()
 PARTS = ("conv1d{}", "x_proj{}", "dt_proj{}", "D{}", "A{}_log")
 RECIPE = ROOT / "recipes/vim/vim_tiny.yaml"
 
@@ -88,20 +90,20 @@ def test_the_logits_are_those_of_the_published_model(model, tmp_path, capsys):
 
 
 A, CONV = "layers.0.mixer.A_log", "layers.0.mixer.conv1d.weight"
-MISFITS = [
-    ("model.dim=96", "another size of Vim: width 48, 2 blocks, the recipe has width 96, 2 blocks"),
-    ("model.depth=24", "another size of Vim: width 48, 2 blocks, the recipe has width 48, 24 blocks"),
-    ("model.attention.state=8", f"{A} is (96, 16): model.attention.state is 16, not 8; try model.attention.state=16"),
-    ("model.attention.expand=3", f"{A} is (96, 16): model.attention.expand is 2, not 3; try"),
-    ("model.attention.conv_width=3", f"{CONV} is (96, 1, 4): model.attention.conv_width is 4, not 3; try"),
-    ("model.patch_size=4", "patch_embed.proj.weight is (48, 3, 8, 8): model.patch_size is [8,8], not [4,4]"),
-    ("data.image_size=[48,40]", "pos_embed is (1, 26, 48): data.image_size is [40,40], not [48,40]"),
-    ("data.channels=1", "patch_embed.proj.weight is (48, 3, 8, 8): data.channels is 3, not 1"),
-    ("model.attention.direction=forward", "none by the recipe"),
-]
+MISFITS = {
+    "model.dim=96": "another size of Vim: width 48, 2 blocks, the recipe has width 96, 2 blocks",
+    "model.depth=24": "another size of Vim: width 48, 2 blocks, the recipe has width 48, 24 blocks",
+    "model.attention.state=8": f"{A} is (96, 16): model.attention.state is 16, not 8; try model.attention.state=16",
+    "model.attention.expand=3": f"{A} is (96, 16): model.attention.expand is 2, not 3; try",
+    "model.attention.conv_width=3": f"{CONV} is (96, 1, 4): model.attention.conv_width is 4, not 3; try",
+    "model.patch_size=4": "patch_embed.proj.weight is (48, 3, 8, 8): model.patch_size is [8,8], not [4,4]",
+    "data.image_size=[48,40]": "pos_embed is (1, 26, 48): data.image_size is [40,40], not [48,40]",
+    "data.channels=1": "patch_embed.proj.weight is (48, 3, 8, 8): data.channels is 3, not 1",
+    "model.attention.direction=forward": "none by the recipe",
+}
 
 
-@pytest.mark.parametrize("setting, message", MISFITS)
+@pytest.mark.parametrize("setting, message", MISFITS.items())
 def test_another_size_is_refused(setting, message, model, tmp_path, capsys):
     torch.save(model.state_dict(), tmp_path / "their.pth")
     line = refuse(capsys, "convert", tmp_path / "their.pth", RECIPE, tmp_path / "run", *SMALL, setting)

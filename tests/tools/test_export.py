@@ -32,7 +32,7 @@ from tools.export.onnx import solved
 from tools.export.ports import PORTS, Port, facts_of
 from tools.export.program import Program, make_program
 
-SMALL = ["model.dim=16", "model.depth=1", "model.num_heads=2", "model.init_std=0.3", "trainer.compile=false"]
+SMALL = "model.dim=16 model.depth=1 model.num_heads=2 model.init_std=0.3 trainer.compile=false".split()
 TEXT = ["data.name=text", "data.tokenizer=bytes"]
 BYTES = open_tokenizer("bytes")
 PIXELS = SequenceInfo(10, 64, mean=0.4, std=0.3)
@@ -320,13 +320,13 @@ def test_programs_in_python_and_cpp_run_packages_of_aotinductor(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, expected",
-    [
-        ("tpe", "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);"),
-        ("pairs", "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;"),
-        ("windows", "tokens (batch, 20), mask (batch, 20), logits (batch, 2);"),
-        ("masked_pixels", "pixels (batch, 64), hidden (batch, 64), logits (batch, 64, 1);"),
-        ("masked", "mask (batch, length), hidden (batch, length), logits (batch, length, 18), at most 20 tokens;"),
-    ],
+    {
+        "tpe": "tokens (batch, 20), mask (batch, 20), logits (batch, 20, 261);",
+        "pairs": "tokens (batch, 2, length), mask (batch, 2, length), logits (batch, 2), at most 20 tokens;",
+        "windows": "tokens (batch, 20), mask (batch, 20), logits (batch, 2);",
+        "masked_pixels": "pixels (batch, 64), hidden (batch, 64), logits (batch, 64, 1);",
+        "masked": "mask (batch, length), hidden (batch, length), logits (batch, length, 18), at most 20 tokens;",
+    }.items(),
 )
 @torch.no_grad()
 def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, capsys):

@@ -31,7 +31,7 @@ from tools.compose import describe_data, make_task, resolve
 from tools.export.hub import image_processor
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
-SMALL = ["model.dim=12", "model.depth=2", "model.num_heads=3", "trainer.precision=fp32", "trainer.micro_batch=4"]
+SMALL = "model.dim=12 model.depth=2 model.num_heads=3 trainer.precision=fp32 trainer.micro_batch=4".split()
 RECIPES = {"bert": ("mlm_tiny_lion_s", "wordpiece", 200), "gpt": ("gpt2_tiny_lion_s", "bpe", 280)}
 
 

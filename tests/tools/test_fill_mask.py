@@ -20,15 +20,15 @@ BYTES = open_tokenizer("bytes")
 def run(tmp_path_factory):
     """Make an untrained run on bytes, with 12 positions."""
     folder = tmp_path_factory.mktemp("fill")
-    small = ["model.dim=12", "model.depth=1", "model.num_heads=2", "model.max_positions=12", "data.length=12"]
-    text = ["data.name=text", "data.tokenizer=bytes", "trainer.compile=false", f"run.root={folder}", "run.name=run"]
+    small = "model.dim=12 model.depth=1 model.num_heads=2 model.max_positions=12 data.length=12 trainer.compile=false"
+    data = ["data.name=text", "data.tokenizer=bytes", f"run.root={folder}", "run.name=run"]
 
     def change(model):
         model.head.bias.data.normal_()
         model.head.bias.data[BYTES.encode("abcdefghijklmnop")] += 20  # likely tokens are printable
         model.positions.weight.data.normal_()
 
-    return untrained(resolve("mlm_tiny_softmax", small + text), text_info(BYTES, 12), change)
+    return untrained(resolve("mlm_tiny_softmax", small.split() + data), text_info(BYTES, 12), change)
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def test_a_mask_takes_the_blank_before_it_if_its_tokenizer_does(run, capsys, mon
 
 
 def test_blanks_and_bytes_are_seen():
-    for token, text in (("paris", "paris"), (" paris", "' paris'"), ("\n", r"'\n'"), ("", "''"), ("##s", "##s")):
+    for token, text in {"paris": "paris", " paris": "' paris'", "\n": r"'\n'", "": "''", "##s": "##s"}.items():
         assert shown(token) == text
 
 

@@ -9,7 +9,7 @@ from tools.compose import describe_data, make_task, resolve
 from tools.mesh import Mesh, largest, memory_of, meshes, on_mesh, time_of
 from tools.meta import Pass, count_pass
 
-SMALL = ["model.dim=32", "model.depth=2", "model.num_heads=2", "trainer.batch_size=8", "trainer.micro_batch=2"]
+SMALL = "model.dim=32 model.depth=2 model.num_heads=2 trainer.batch_size=8 trainer.micro_batch=2".split()
 DROPOUT = ("model.dropout", "model.attention.score_dropout")
 
 
