@@ -121,6 +121,11 @@ def read_lines(path: Path) -> list:
     return list(map(json.loads, path.read_text().splitlines()))
 
 
+def column(rows, name: str) -> list:
+    """Return the values of one key in all rows."""
+    return [row[name] for row in rows]
+
+
 def assert_equal(found, expected) -> None:
     """Assert that tensors are equal bit for bit, also those of mappings and sequences."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

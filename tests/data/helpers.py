@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,10 @@ GONE = object()
 
 
 def opened(name, **settings):
-    """Return the data set that a recipe with these settings opens."""
+    """Return the data set that a recipe with these settings opens; paths become text, as in a recipe."""
     kind = data.dataset(name)
+    for key, value in settings.items():
+        settings[key] = str(value) if isinstance(value, Path) else value
     return kind(build(kind.Config, {"name": name, **settings}, source=lambda key: "recipe", key="data"))
 
 

@@ -67,11 +67,11 @@ def class_folders(root):
 
 
 def folder(root, **settings):
-    return make("imagefolder", **{"root": str(root), "image_size": [16, 24], **settings})
+    return make("imagefolder", **{"root": root, "image_size": [16, 24], **settings})
 
 
 def hub(path, **settings):
-    return make("hf", path=str(path), **settings)
+    return make("hf", path=path, **settings)
 
 
 TWO = {"train": {"cat": 3, "dog": 2}, "val": {"cat": 1, "dog": 1}}
@@ -462,10 +462,10 @@ def test_idx_files(tmp_path, name, inner):
     for part, n in (("train", 12), ("t10k", 5)):
         idx(tmp_path / inner / "raw" / f"{part}-images-idx3-ubyte", rng.integers(0, 256, (n, 28, 28)))
         idx(tmp_path / inner / "raw" / f"{part}-labels-idx1-ubyte", np.arange(n) % 10)
-    splits = make(name, root=str(tmp_path))
+    splits = make(name, root=tmp_path)
     assert (splits.info.size, splits.info.channels, len(splits.info.classes)) == ((28, 28), 1, 10)
     assert counts(splits) == [12, 5, None]
-    held = make(name, root=str(tmp_path), val_split=0.25)
+    held = make(name, root=tmp_path, val_split=0.25)
     assert counts(held) == [9, 3, 5]
     assert splits.info.mean == data.dataset(name).Config().mean
 
@@ -484,7 +484,7 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
     monkeypatch.setattr(torchvision.datasets.cifar, "check_integrity", lambda *args: True)
     if name == "cifar10":
         monkeypatch.setattr(kind, "train_list", [["data_batch_1", ""]])
-    splits = make(name, root=str(tmp_path))
+    splits = make(name, root=tmp_path)
     assert (splits.info.size, splits.info.channels, len(splits.info.classes)) == ((32, 32), 3, classes)
     assert counts(splits)[:2] == [6, 4] and splits.train[2]["label"] == 2
     assert splits.val[0]["image"].shape == (3, 32, 32)
@@ -493,9 +493,9 @@ def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
 def test_files_that_are_not_there(tmp_path, monkeypatch, name):
     folder = tmp_path / DOWNLOADED[name]
-    refused(f"data set '{name}': no folder {folder} .*data.download=true", make, name, root=str(tmp_path))
+    refused(f"data set '{name}': no folder {folder} .*data.download=true", make, name, root=tmp_path)
     folder.mkdir(parents=True)
-    refused(f"data set '{name}': Dataset not found.* in {folder} .*data.download=true", make, name, root=str(tmp_path))
+    refused(f"data set '{name}': Dataset not found.* in {folder} .*data.download=true", make, name, root=tmp_path)
     kind, calls = getattr(torchvision.datasets, name.upper().replace("FASHION_", "Fashion")), []
     monkeypatch.setattr(kind, "download", lambda self: calls.append("download"))
     own = f"data.name={name}", f"data.root={tmp_path}", "data.download=true"
@@ -504,7 +504,7 @@ def test_files_that_are_not_there(tmp_path, monkeypatch, name):
         torchvision_sets, "locked", lambda path: contextlib.nullcontext(calls.append(path.name.split(".")[-2:]))
     )
     with pytest.raises(ConfigError, match="Dataset not found") as raised:
-        make(name, root=str(tmp_path), download=True)
+        make(name, root=tmp_path, download=True)
     assert "data.download" not in str(raised.value), "it is set"
     assert calls == [["download", "lock"], "download"], "one process at a time"
     info, samples = published(name)
@@ -524,7 +524,7 @@ def test_imagenet_is_known_by_its_folders_and_has_their_names(tmp_path):
             for name in names:
                 (tmp_path / root / split / name).mkdir(parents=True)
                 os.link(tmp_path / "one.png", tmp_path / root / split / name / "0.png")
-        return make("imagenet", root=str(tmp_path / root)).info
+        return make("imagenet", root=tmp_path / root).info
 
     whole, known = folders("whole", wnids), published("imagenet")[0]
     assert whole == known and whole.classes[281] == "tabby" and whole.classes[::999] == ("tench", "toilet tissue")
@@ -701,10 +701,10 @@ def test_real_sets():
     cifar = hub(SHARED / "cifar10_jpeg", val_split=0.1)
     assert counts(cifar) == [45_000, 5_000, 10_000] and cifar.info.size == (32, 32)
     assert cifar.info.classes[:3] == ("airplane", "automobile", "bird")
-    tiny = make("imagefolder", root=str(SHARED / "tiny_imagenet_100"))
+    tiny = make("imagefolder", root=SHARED / "tiny_imagenet_100")
     assert (tiny.info.size, tiny.info.channels, len(tiny.info.classes)) == ((64, 64), 3, 100)
     assert counts(tiny)[:2] == [6_000, 2_000]
-    digits = make("mnist", root=str(SHARED / "mnist_t10k"))
+    digits = make("mnist", root=SHARED / "mnist_t10k")
     assert counts(digits)[:2] == [8_000, 2_000]
 
 

@@ -13,7 +13,7 @@ from data.text.glue import TASKS
 from data.text.sequences import cut
 from data.text.tokenizers import open_tokenizer
 from lion.samples.order import Sequential, Shuffled
-from tests.helpers import glue_folder, read_lines
+from tests.helpers import column, glue_folder, read_lines
 from tools.compose import resolve
 
 from .helpers import opened, refusal, refused
@@ -21,7 +21,7 @@ from .helpers import opened, refusal, refused
 
 def glue(root, task="rte", **settings):
     """Return the data set that a recipe would open; the tokenizer `bytes` also has [CLS] and [SEP]."""
-    values = {"task": task, "path": str(root), "tokenizer": "bytes", "length": 32, **settings}
+    values = {"task": task, "path": root, "tokenizer": "bytes", "length": 32, **settings}
     return opened("glue", **values)
 
 
@@ -48,17 +48,17 @@ def test_every_task_is_read_with_its_columns_and_labels(root, task):
     rows = read_lines(root / task / "train.jsonl")
     assert len(splits.train) == len(rows) and splits.info.classes == known.classes
     assert splits.train.labels.dtype == (torch.int64 if known.classes else torch.float32)
-    assert splits.train.labels.tolist() == pytest.approx([row["label"] for row in rows])
+    assert splits.train.labels.tolist() == pytest.approx(column(rows, "label"))
     tokenizer, (cls, sep) = open_tokenizer("bytes"), (splits.info.id(name) for name in ("cls", "sep"))
     for i in (0, 5):
         ids, types = [cls], [0]
-        for number, column in enumerate(known.columns):
-            text = [*tokenizer.encode(rows[i][column]), sep]
+        for number, name in enumerate(known.columns):
+            text = [*tokenizer.encode(rows[i][name]), sep]
             ids += text
             types += [number] * len(text)
-        left = 80 - len(ids)
         sample = splits.train[i]
-        assert sample["tokens"][: len(ids)].tolist() == ids
+        left = len(sample["tokens"]) - len(ids)
+        assert left >= 0 and sample["tokens"][: len(ids)].tolist() == ids
         assert sample["types"].tolist() == types + [0] * left
         assert sample["segments"].tolist() == [0] * len(ids) + [-1] * left
     assert set(splits.more) == ({"mismatched"} if task == "mnli" else set())
@@ -163,7 +163,7 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
     said = said_of(nowhere)
     assert f"no folder {nowhere}/rte" in said and "has no GLUE task" in said
     assert "cannot be loaded from the Hub" in said_of("no/such-set")
-    assert "has no token 'cls'" in said_of(root, tokenizer=str(characters(tmp_path)))
+    assert "has no token 'cls'" in said_of(root, tokenizer=characters(tmp_path))
 
 
 def characters(folder):

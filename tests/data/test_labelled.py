@@ -9,7 +9,7 @@ import torch
 
 from data.text.corpus import open_corpus
 from data.text.tokenizers import open_tokenizer
-from tests.helpers import assert_in, printed, refuse
+from tests.helpers import assert_in, column, printed, refuse
 
 from .helpers import counts, opened, refusal, refused
 
@@ -17,7 +17,7 @@ ROWS = [{"text": f"{'good' if i % 3 else 'bad'} word{i}", "label": "yes" if i % 
 
 
 def labelled(path, **settings):
-    return opened("labelled_text", **{"path": str(path), "tokenizer": "bytes", "length": 32, **settings})
+    return opened("labelled_text", **{"path": path, "tokenizer": "bytes", "length": 32, **settings})
 
 
 def write(path, rows):
@@ -227,7 +227,7 @@ def test_cells_of_tables_are_text_and_labels_one_kind(tmp_path):
 def test_rows_of_tables_have_the_columns_of_the_header(tmp_path):
     file = tmp_path / "own.csv"
     for text, message in {
-        b"text,label\nnice film,pos\nnice film, really,pos\n": "own.csv, line 3: expected 2 columns as in the header, got 3",
+        b"text,label\nnice,pos\nnice, really,pos\n": "own.csv, line 3: expected 2 columns as in the header, got 3",
         b'text,label\n"never closed,pos\n': "own.csv: not a table of text in UTF-8 (unexpected end of data",
         b"text;label\na;b\n": "own.csv: columns are separated by ';', expected commas",
         b"text,text\na,b\n": "two columns have one name in the header: text, text",
@@ -286,4 +286,4 @@ def test_tables_saved_to_disk_are_loaded(tmp_path):
     assert len(labelled(tmp_path / "one", val_split=0.2).build().train) == 24
     assert len(labelled(tmp_path / "two").build().val) == 4
     corpus = open_corpus(str(tmp_path / "two"), document="file", column="text", subset=None, split="train")
-    assert sorted(corpus.texts()) == sorted(row["text"] for row in ROWS)
+    assert sorted(corpus.texts()) == sorted(column(ROWS, "text"))

@@ -7,7 +7,7 @@ import torch
 
 from data.vision.latents import Latents, LatentsConfig
 from lion.trainer.loader import SeededDataset
-from tests.helpers import assert_equal, printed, refuse, trained
+from tests.helpers import assert_equal, column, printed, refuse, trained
 
 from .helpers import refused
 
@@ -36,12 +36,12 @@ def test_samples_are_scaled_and_some_are_mirrored(tmp_path):
     assert (splits.info.channels, splits.info.size, splits.info.classes) == (4, (8, 8), tuple(CLASSES))
     data = SeededDataset(splits.train, 0)
     samples = data.__getitems__([(epoch, i, i) for epoch in range(30) for i in range(40)])
-    images = torch.stack([s["image"] for s in samples])
+    images = torch.stack(column(samples, "image"))
     mirrored = images.mean((1, 2, 3)) > 40
     assert mirrored.float().mean().item() == pytest.approx(0.25, abs=0.05)
     wanted = held.repeat(30, 1, 1, 1) + 100 * mirrored[:, None, None, None]
     torch.testing.assert_close(images, wanted / 2, rtol=0, atol=0.1)
-    assert [s["label"] for s in samples[:4]] == [0, 1, 2, 0] and images.dtype == torch.float32
+    assert column(samples[:4], "label") == [0, 1, 2, 0] and images.dtype == torch.float32
     assert_equal(data.__getitems__([(29, i, i) for i in range(40)]), samples[-40:])
     for _ in range(9):
         assert_equal(splits.val[0]["image"], torch.from_numpy(np.load(tmp_path / "l" / "val.npy")[0]).float() / 2)

@@ -40,7 +40,7 @@ SMALL = {"side": 16, "seed_distance": 3, "contour_length": 4, "distractors": 1, 
 
 def lra_set(folder, name, **settings):
     """Return the data set that a recipe would open, with its samples in `folder`."""
-    return opened(name, **{"root": str(folder / "made"), "workers": 1, **settings})
+    return opened(name, **{"root": folder / "made", "workers": 1, **settings})
 
 
 def prepared(folder, name, **settings):
@@ -51,7 +51,7 @@ def prepared(folder, name, **settings):
 
 def recipe(folder, **settings):
     path = folder / "lra.yaml"
-    data = json.dumps({"root": str(folder / "made"), "workers": 1, **settings})
+    data = json.dumps({"root": folder / "made", "workers": 1, **settings}, default=str)
     path.write_text(f"""
 task: {{name: lra}}
 data: {data}
@@ -231,7 +231,7 @@ def test_what_files_alone_decide_is_checked_as_well(tmp_path):
 
 
 def test_a_limit_takes_the_same_training_samples_each_time(expressions):
-    few = opened("listops", root=str(expressions.folder.parent), workers=1, **SHORT, limit=10)
+    few = opened("listops", root=expressions.folder.parent, workers=1, **SHORT, limit=10)
     assert few.folder == expressions.folder
     chosen = few.build().train.indices.tolist()
     assert len(set(chosen)) == 10
@@ -267,7 +267,7 @@ def listops_files(folder, *rows, header="Source\tTarget", **special):
     for split in ("train", "val", "test"):
         text = "\n".join([header, *special.get(split, rows)])
         (folder / f"basic_{split}.tsv").write_text(text, newline="")
-    return str(folder)
+    return folder
 
 
 def test_brackets_are_kept_and_parentheses_are_not(tmp_path):
@@ -488,7 +488,7 @@ def test_files_are_read_whole_and_lines_counted_however_they_are_cut(tmp_path, m
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
 def test_our_values_are_those_of_a_published_file(tmp_path):
-    source = prepared(tmp_path, "listops", path=str(SHARED / "lra" / "listops_d20s"))  # checks every label
+    source = prepared(tmp_path, "listops", path=SHARED / "lra" / "listops_d20s")  # checks every label
     assert "5,970 train, 500 val, 500 test" in source.check()
 
 
@@ -502,7 +502,7 @@ def reviews(folder, **splits):
     folder.mkdir(exist_ok=True)
     for name, rows in splits.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
+    return folder
 
 
 def test_reviews_are_read_by_byte(tmp_path):
@@ -559,7 +559,7 @@ def test_a_share_of_the_reviews_may_validate(tmp_path):
 def test_reviews_without_a_split_are_refused(tmp_path):
     for split in ("train", "unsupervised"):
         datasets.Dataset.from_list(REVIEWS * 9).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    path = str(tmp_path)
+    path = tmp_path
     assert "no test.jsonl in" in refusal(prepared, tmp_path, "imdb", path=path)
     assert len(prepared(tmp_path, "imdb", path=path, val_split=0.5).build().train) > 9
     reviews(tmp_path, train=REVIEWS * 9, val=REVIEWS)
@@ -576,7 +576,7 @@ def test_a_table_is_read_as_lines_are(tmp_path):
     for tokenizer in ("bytes", "characters"):
         how = {"length": 12, "tokenizer": tokenizer, "min_count": 1}
         one = prepared(tmp_path, "imdb", path=path, **how)
-        two = prepared(tmp_path, "imdb", path=str(table), **how)
+        two = prepared(tmp_path, "imdb", path=table, **how)
         assert one.folder != two.folder
         assert checksums(one) == checksums(two)
 
@@ -602,7 +602,7 @@ BAD_PAIRS = {
 def pairs(folder, *rows):
     for name in ("train", "eval", "test"):
         (folder / f"new_aan_pairs.{name}.tsv").write_text("\n".join(rows) + "\n")
-    return str(folder)
+    return folder
 
 
 def test_a_bad_row_is_named_with_its_file_and_line(tmp_path):
@@ -642,7 +642,7 @@ def test_pairs_are_two_rows_of_one_length(tmp_path):
 
 
 def test_where_documents_come_from_is_said(tmp_path):
-    path = str(tmp_path)
+    path = tmp_path
     said = refusal(prepared, tmp_path, "aan", path=path)
     assert "no file" in said and "new_aan_pairs.train.tsv" in said
     assert "no train.jsonl in" in refusal(prepared, tmp_path, "imdb", path=path)
@@ -663,7 +663,7 @@ def parquet(folder, pictures):
     rows = {"img": pictures, "label": [i % 2 for i in range(len(pictures))]}
     for split in ("train", "test"):
         datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
-    return str(folder)
+    return folder
 
 
 def test_images_are_grey_and_read_row_by_row_or_averaged_over_blocks(tmp_path):
@@ -870,12 +870,12 @@ def test_lras_images_are_read_from_the_folder_of_the_task(tmp_path, binary, capl
     lra_folder(root, "curv_baseline", [(100 + i, 1) for i in range(3)] + [(172, 0)])
     (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in the LRA release
     for path in (tmp_path, root, root / "curv_contour_length_14"):
-        splits = prepared(tmp_path, "pathfinder", path=str(path)).build()
+        splits = prepared(tmp_path, "pathfinder", path=path).build()
         assert counts(splits) == [32, 4, 4]
     samples = [sample for part in splits[:3] for sample in samples_of(part)]
     whole = {sample["pixels"].numpy().tobytes(): sample["label"] for sample in samples}
     assert whole == {np.asarray(picture(i, (32, 32), "L")).tobytes(): label for i, label in rows}
-    easy = prepared(tmp_path, "pathfinder", path=str(root), contour_length=6)
+    easy = prepared(tmp_path, "pathfinder", path=root, contour_length=6)
     assert easy.manifest()["samples"] == {"train": 3}
     assert "sample_172.png: skipped, the file is known to be empty" in caplog.text
     assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
@@ -888,7 +888,7 @@ def test_an_image_that_is_listed_twice_counts_once(tmp_path, caplog):
     listed = path.read_text()
     path.write_text(listed + listed)
     path.with_name("1.npy").write_text(listed)
-    source = prepared(tmp_path, "pathfinder", path=str(root))
+    source = prepared(tmp_path, "pathfinder", path=root)
     assert source.manifest()["samples"] == {"train": 20}
     assert "40 repeated entries of images are ignored" in caplog.text
 
@@ -899,7 +899,7 @@ def test_bad_images_and_metadata_are_named(tmp_path):
     third = path.parent.parent / "imgs" / "0" / "sample_2.png"
 
     def said(**settings):
-        return refusal(prepared, tmp_path, "pathfinder", path=str(root), **settings)
+        return refusal(prepared, tmp_path, "pathfinder", path=root, **settings)
 
     picture(0, (64, 64), "L").save(third)
     assert f"{third}: an image of 64 x 64 pixels, expected 32 x 32" in said()

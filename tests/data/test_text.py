@@ -51,18 +51,18 @@ def sentences(count: int, seed: int = 0, longest: int = 30) -> list[str]:
 
 def text_set(folder, name="text", **settings):
     """Return the data set that a recipe would open, with its token files in `folder`."""
-    return opened(name, **{"root": str(folder / "root"), "workers": 1, **settings})
+    return opened(name, **{"root": folder / "root", "workers": 1, **settings})
 
 
 def bytes_set(folder, path, **settings):
-    return text_set(folder, path=str(path), tokenizer="bytes", length=8, **settings)
+    return text_set(folder, path=path, tokenizer="bytes", length=8, **settings)
 
 
 def lines_set(folder, lines, **settings):
     folder.mkdir(exist_ok=True)
     path = folder / "text.txt"
     path.write_text("\n".join(lines))
-    return text_set(folder, **{"path": str(path), "document": "line", "tokenizer": "bytes", "length": 16} | settings)
+    return text_set(folder, **{"path": path, "document": "line", "tokenizer": "bytes", "length": 16} | settings)
 
 
 def prepared(source):
@@ -95,7 +95,7 @@ def texts_of(source):
 def recipe(folder, **settings):
     """Write a recipe that trains on a text; return its file."""
     path = folder / "text.yaml"
-    data = json.dumps({"name": "text", "root": str(folder / "root"), "tokenizer": "bytes", **settings})
+    data = json.dumps({"name": "text", "root": folder / "root", "tokenizer": "bytes", **settings}, default=str)
     path.write_text(f"""
 data: {data}
 task: {{name: causal_lm}}
@@ -114,7 +114,7 @@ def source_of(file, *overrides):
 
 def recipe_of_lines(folder, lines, **settings):
     (folder / "text.txt").write_text("\n".join(lines))
-    return recipe(folder, path=str(folder / "text.txt"), document="line", workers=1, length=16, **settings)
+    return recipe(folder, path=folder / "text.txt", document="line", workers=1, length=16, **settings)
 
 
 def save(tokenizer, folder):
@@ -306,8 +306,8 @@ def test_a_document_in_many_shards_has_the_ids_of_the_whole(tmp_path, monkeypatc
     tokenizer = make_tokenizer("bpe", [text], 400)
     save(tokenizer, tmp_path)
     (tmp_path / "one.txt").write_text(text)
-    path, file = str(tmp_path / "one.txt"), str(tmp_path / "tokenizer.json")
-    source = prepared(text_set(tmp_path, path=path, tokenizer=file, split="tail", length=8))
+    file = tmp_path / "tokenizer.json"
+    source = prepared(text_set(tmp_path, path=tmp_path / "one.txt", tokenizer=file, split="tail", length=8))
     ids = joined(documents(source, "train") + documents(source, "val"))
     assert ids == [*tokenizer.encode(text), tokenizer.special["end"]]
 
@@ -372,13 +372,13 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "SHARD", 2000)
     assert [pool.worker_count(n) for n in (0, 3)] == [0, 3] and pool.worker_count(None) >= 1
     lines = sentences(100)
-    one, two = (lines_set(tmp_path, lines, root=str(tmp_path / str(n)), workers=n) for n in (1, 2))
+    one, two = (lines_set(tmp_path, lines, root=tmp_path / str(n), workers=n) for n in (1, 2))
     for source in (one, two):
         source.prepare()
     assert (one.folder / "train.bin").read_bytes() == (two.folder / "train.bin").read_bytes()
     assert not list(two.folder.parent.glob("*.parts"))
     monkeypatch.setattr(compose, "locked", lambda path: pytest.fail("prepared data are only read"))
-    made = resolve(recipe(tmp_path, path=str(tmp_path / "text.txt"), root=str(tmp_path / "1"), document="line"))
+    made = resolve(recipe(tmp_path, path=tmp_path / "text.txt", root=tmp_path / "1", document="line"))
     assert compose.build_data(made).fingerprint == one.build().fingerprint
 
 
@@ -386,10 +386,10 @@ def test_another_text_is_another_token_file(tmp_path):
     first = lines_set(tmp_path, sentences(20))
     assert first.folder != lines_set(tmp_path, sentences(20), val_split=0.2).folder
     path, how = tmp_path / "text.txt", {"document": "line", "tokenizer": "bytes"}
-    now = text_set(tmp_path, path=str(path), **how).folder
+    now = text_set(tmp_path, path=path, **how).folder
     assert now == text_set(tmp_path, path=os.path.relpath(path), length=99, **how).folder
     path.write_text("another\ntext")
-    assert now != text_set(tmp_path, path=str(path), **how).folder
+    assert now != text_set(tmp_path, path=path, **how).folder
 
 
 def test_a_token_file_can_be_carried_elsewhere(tmp_path):
@@ -397,7 +397,7 @@ def test_a_token_file_can_be_carried_elsewhere(tmp_path):
     before = source.build()
     moved = source.folder.rename(tmp_path / "moved")
     (tmp_path / "text.txt").unlink()
-    carried = prepared(text_set(tmp_path, path=str(moved), tokenizer="no/such-tokenizer", length=16))
+    carried = prepared(text_set(tmp_path, path=moved, tokenizer="no/such-tokenizer", length=16))
     there = carried.build()
     assert there.info == before.info and len(there.train) == len(before.train)
     assert carried.tokenizer.fingerprint == there.info.fingerprint  # which a run keeps
@@ -553,7 +553,7 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch, caplog, capsys):
     caplog.set_level("INFO", "lion")
     monkeypatch.setattr(corpora, "SHARD", 1500)
     (tmp_path / "text.txt").write_text("\n".join(sentences(120)))
-    file = recipe(tmp_path, path=str(tmp_path / "text.txt"), document="line", workers=2)
+    file = recipe(tmp_path, path=tmp_path / "text.txt", document="line", workers=2)
     source = source_of(file)
     parts = source.folder.with_name(f"{source.folder.name}.parts")
     first = CONTEXT.Process(target=prepare_and_hang, args=(str(file),))
@@ -568,19 +568,18 @@ def test_a_killed_preparation_goes_on(tmp_path, monkeypatch, caplog, capsys):
         first.kill()
     first.join(60)
     assert len(workers) == 2
-    kept = list(parts.glob("*.npz"))
+    kept = set(parts.glob("*.npz"))
     assert not source.folder.exists()
     assert "prepare RECIPE makes it" in refusal(source.build)
     while any(map(runs, workers)):  # workers end with their parent
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.01)
-    assert {*parts.glob("*.npz")} == {*kept} and len(kept) == 2
+    assert set(parts.glob("*.npz")) == kept and len(kept) == 2
     assert here("prepare", file) == 0
     assert f"2 of {len(source.corpus())} shards are finished, resuming" in caplog.text
     assert "checksums match" in capsys.readouterr().out
     quiet = prepared(source_of(file, f"data.root={tmp_path / 'quiet'}", "data.workers=1"))
-    for name in ("train.bin", "train.ends", "val.bin", "val.ends", "manifest.json"):
-        assert (quiet.folder / name).read_bytes() == (source.folder / name).read_bytes()
+    assert read_json(quiet.folder / "manifest.json") == read_json(source.folder / "manifest.json")  # with checksums
     assert {p.name for p in source.folder.parent.iterdir()} == {source.folder.name, f"{source.folder.name}.lock"}
 
 
@@ -736,7 +735,7 @@ def grown_by_preparing(group, folder):
     corpora.SHARD = 2**18
     peaks = []
     for name in ("short", "long"):
-        source = text_set(folder / name, path=str(folder / f"{name}.txt"), tokenizer="bytes", document="line")
+        source = text_set(folder / name, path=folder / f"{name}.txt", tokenizer="bytes", document="line")
         source.prepare()
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return peaks[1] - peaks[0], len(source.build().train.tokens.ids)
@@ -781,7 +780,7 @@ def test_sets_are_known_without_their_files(name, tmp_path):
 def test_a_set_is_known_with_any_tokenizer_that_is_there(tmp_path):
     tokenizer = make_tokenizer("wordpiece", sentences(50), 300)
     save(tokenizer, tmp_path)
-    info, count = text_set(tmp_path, "c4", tokenizer=str(tmp_path)).published()
+    info, count = text_set(tmp_path, "c4", tokenizer=tmp_path).published()
     assert (info.vocabulary, info.fingerprint, count) == (tokenizer.vocabulary, tokenizer.fingerprint, 364_868_892)
     missing = text_set(tmp_path, "c4", tokenizer="./none")
     assert "data.tokenizer: no file or folder ./none" in refusal(missing.published)
@@ -908,7 +907,7 @@ def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     (tmp_path / "texts" / "a.txt").write_text("\n".join(sentences(20)))
     link = tmp_path / "texts" / "b.txt"
     link.symlink_to(tmp_path / "nowhere")
-    file = recipe(tmp_path, path=str(tmp_path / "texts"), document="line", workers=1)
+    file = recipe(tmp_path, path=tmp_path / "texts", document="line", workers=1)
     assert refuse(capsys, "prepare", file) == f"error: {link}: No such file or directory\n"
     link.unlink()
     line = refuse(capsys, "prepare", file, f"data.root={file}")
@@ -1036,7 +1035,7 @@ def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):
 
 def test_the_tokenizer_of_a_run_serves_where_its_own_file_is_gone(tmp_path):
     (tmp_path / "a.txt").write_text("to be or not to be")
-    path, run, gone = str(tmp_path / "a.txt"), tmp_path / "run", str(tmp_path / "gone" / "tokenizer.json")
+    path, run, gone = tmp_path / "a.txt", tmp_path / "run", f"{tmp_path}/gone/tokenizer.json"
     made = prepared(text_set(tmp_path, path=path, tokenizer="characters", val_split=0.2))
     run.mkdir()
     made.keep(run)

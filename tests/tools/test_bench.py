@@ -16,7 +16,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.ops import linear_attention
-from tests.helpers import ROOT, assert_in, here, read_json, refuse
+from tests.helpers import ROOT, assert_in, column, here, read_json, refuse
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes
@@ -110,7 +110,7 @@ def test_dtype_and_threads_reach_the_measurement(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_half_precision_is_measured(dtype):
     rows, notes = measure(mixer="lion_s", form=("chunk",), passes=("forward",), rounds=1, dtype=dtype)
-    assert not notes and [row["dtype"] for row in rows] == [dtype, dtype]
+    assert not notes and column(rows, "dtype") == [dtype, dtype]
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
 
     monkeypatch.setattr(operators, "linear_attention", off)
     rows, (note,) = measure(passes=("forward",), rounds=1)
-    assert {r["form"] for r in rows} == {"sdpa", "full", "rnn"}
+    assert set(column(rows, "form")) == {"sdpa", "full", "rnn"}
     assert note["failed"]
     assert "lion_s chunk 8: off by" in note["text"]
 
@@ -174,7 +174,7 @@ def test_a_wrong_form_is_not_timed(monkeypatch, wrong):
 def test_what_cannot_be_measured_is_a_line(monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
     rows, (note,) = measure(form=("full", "chunk"), passes=("forward",), rounds=1)
-    assert [r["form"] for r in rows] == ["sdpa", "chunk"]
+    assert column(rows, "form") == ["sdpa", "chunk"]
     assert "more than is free" in note["text"]
     assert not note["failed"]
     assert note["row"]["length"] == 24
@@ -279,7 +279,7 @@ def test_reports_are_merged_by_key(tmp_path):
     assert len(held["rows"]) == 6
     assert not held["notes"]
     assert [r["ratio"] for r in held["rows"] if again.key_of(r) == again.key_of(row())] == [3.0]
-    assert {c["dtype"] for c in held["crossovers"]} == {"float32", "bfloat16"}
+    assert set(column(held["crossovers"], "dtype")) == {"float32", "bfloat16"}
 
 
 def test_markdown_and_table(tmp_path):
@@ -309,7 +309,7 @@ def test_rows_that_another_command_has_removed_are_not_printed(tmp_path):
     other.write()
     report.add(row(512))
     report.write()
-    assert [each["length"] for each in report.new_rows()] == [512]
+    assert column(report.new_rows(), "length") == [512]
     assert "512" in report.terminal()
 
 
@@ -359,7 +359,7 @@ def test_the_command_in_pieces(tmp_path, in_this_process, monkeypatch, capsys):
         assert "Crossover" in out
         assert f"[1/1] {mixer}" in err
     rows = read_json(tmp_path / "ops.json")["rows"]
-    assert {r["mixer"] for r in rows} == {"lion_d", "lion_lit", "sdpa"}
+    assert set(column(rows, "mixer")) == {"lion_d", "lion_lit", "sdpa"}
     assert len(rows) == 2 * (1 + 2 * 2)
     assert "| lion_d | chunk 8* |" in (tmp_path / "ops.md").read_text()
     monkeypatch.setattr(engine, "in_a_process", lambda measure, job, receive: "died")

@@ -12,7 +12,7 @@ from torchvision.transforms import v2
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
-from tests.helpers import assert_equal, assert_in, here, read_json, refuse, tiny_recipe, trained
+from tests.helpers import assert_equal, assert_in, column, here, read_json, refuse, tiny_recipe, trained
 from tools import probe
 from tools.bench import inference
 from tools.bench.blockwise import mix_blockwise
@@ -178,7 +178,7 @@ def test_mixer_memory_counts_the_scores(run):
 def test_no_memory_is_a_note(run, monkeypatch):
     monkeypatch.setattr(probe, "free_bytes", lambda device: 1000.0)
     rows, notes = measured(run, SOFTMAX, FULL)
-    assert [row["form"] for row in rows] == ["softmax"] * 2
+    assert column(rows, "form") == ["softmax"] * 2
     assert len(notes) == 2
     assert "do not fit in memory" in notes[0]
 

@@ -10,7 +10,7 @@ import torch
 
 from lion.config import ConfigError
 from lion.layers.mixers import Attention
-from tests.helpers import ROOT, assert_in, here, printed, read_json, refuse
+from tests.helpers import ROOT, assert_in, column, here, printed, read_json, refuse
 from tools.bench import train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
@@ -169,7 +169,7 @@ def test_a_step_trains(more):
 def test_rows_of_training_steps():
     """Check that a CPU computes in float32 unless `--precision` says otherwise."""
     rows = rows_of(job_of(JOB, set=(*JOB.set, "trainer.precision=bf16")))
-    assert [row["mixer"] for row in rows] == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
+    assert column(rows, "mixer") == ["softmax", train.FLOOR, "lion_s", "lion_d multiscan"]
     assert rows[0]["ratio"] == 1
     for row in rows:
         assert row["precision"] == "fp32"
@@ -188,7 +188,7 @@ def test_a_model_of_another_shape_is_held_against_all():
     shapes = {name: recipe.model.shape() for name, (recipe, _) in train.models(job).items()}
     assert shapes[other] != shapes["lion_s"] == shapes["softmax"]
     rows = rows_of(job)
-    assert [row["mixer"] for row in rows] == ["softmax", train.FLOOR, "lion_s"]
+    assert column(rows, "mixer") == ["softmax", train.FLOOR, "lion_s"]
     assert {row["against"]["recipe"] for row in rows} == {"cifar10_mini"}
     ratios = [row["against"]["ratio"] for row in rows]
     assert min(ratios) > 0
@@ -209,12 +209,12 @@ def test_the_train_command(tmp_path, in_this_process, capsys):
 
     out = printed(capsys, *command)
     assert_in(out, "lion_s", train.FLOOR, "x softmax")
-    assert sorted(row["mixer"] for row in rows_in(tmp_path)) == models
+    assert sorted(column(rows_in(tmp_path), "mixer")) == models
     own = tmp_path / "own"
     assert here(*common, own, "--set", *TINY, "data.image_size=[48, 48]") == 0
-    assert {row["size"] for row in rows_in(own)} == {48}
+    assert set(column(rows_in(own), "size")) == {48}
     assert here(*command, "model.attention.form=chunk", "model.mlp_ratio=2") == 0
-    found = sorted(row["mixer"] for row in rows_in(tmp_path))
+    found = sorted(column(rows_in(tmp_path), "mixer"))
     assert found == sorted([*models, *models[1:], "lion_s chunk"])
     text = (tmp_path / "train.md").read_text()
     assert text.count("\n## ") == 2

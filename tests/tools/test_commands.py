@@ -34,6 +34,7 @@ from tests.helpers import (
     ROOT,
     assert_equal,
     assert_in,
+    column,
     here,
     pictures,
     printed,
@@ -175,7 +176,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     assert "4 predictions written" in said.out and "1 files are not pictures" in said.err
     with open(out) as file:
         rows = list(csv.DictReader(file))
-    assert [row["file"] for row in rows] == [
+    assert column(rows, "file") == [
         *map(str, (photos / "0.png", photos / "more" / "1.png", tmp_path / "2.png", tmp_path / "3.png"))
     ]
     assert [row["top 1"] for row in rows] == [str(guess) for guess in guesses[:4]]

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lion.layers.mixers import MIXERS, LionAttention
-from tests.helpers import ROOT, here, printed, read_json, refuse
+from tests.helpers import ROOT, column, here, printed, read_json, refuse
 from tests.tools.conform_layers import FAULTS, Attention, BorderLeak, CompileFault, FirstRow, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine
@@ -118,7 +118,7 @@ def test_table_json_and_exit_code(tmp_path, capsys):
     assert re.search(r"^steps equal whole +not offered +- +- +no methods `prefill` and `step`$", out, re.M)
     assert out.endswith("\n15 hold, 1 fail, 1 not offered\n") and "width 12, 624 parameters" in out
     held = read_json(file)
-    assert [check["name"] for check in held["checks"]] == EAGER and held["dim"] == 12 and held["causal"]
+    assert column(held["checks"], "name") == EAGER and held["dim"] == 12 and held["causal"]
     checks = {check["name"]: check for check in held["checks"]}
     assert checks["padding"]["result"] == "fails" and checks["padding"]["value"] > checks["padding"]["limit"]
     assert len(checks["padding"]["measures"]) == 6 and checks["steps equal whole"]["value"] is None

@@ -11,7 +11,7 @@ from PIL import Image
 from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
-from tests.helpers import pictures, printed, read_json, refuse, tiny_recipe, trained
+from tests.helpers import column, pictures, printed, read_json, refuse, tiny_recipe, trained
 from tests.tools.test_sample import changed, diffusion_recipe
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures
@@ -40,7 +40,7 @@ def generator(folder):
 def real(classifier):
     """Return the digits of the training split and of the test split, uint8 (N, 1, 8, 8)."""
     splits = build_data(resolve(classifier / "recipe.yaml"))
-    return [torch.stack([sample["image"] for sample in split]).numpy() for split in (splits.train, splits.test)]
+    return [torch.stack(column(split, "image")).numpy() for split in (splits.train, splits.test)]
 
 
 def features_of(classifier):

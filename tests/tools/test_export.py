@@ -22,7 +22,7 @@ from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.trainer.compilation import missing_compiler
-from tests.helpers import ROOT, assert_in, here, refuse
+from tests.helpers import ROOT, assert_in, column, here, refuse
 from tests.test_docs import blocks
 from tests.tools.untrained import text_info, untrained
 from tools.cli import one_line
@@ -143,7 +143,7 @@ torch.save([*found, predict(x, now.expand(count), labels), x], "outputs.pt")
 print("", ids)
 """,
     )
-    assert [port["name"] for port in json.loads(ports.replace("'", '"'))] == ["tokens", "mask"]
+    assert column(json.loads(ports.replace("'", '"')), "name") == ["tokens", "mask"]
     whole = {"mode": "L", "size": {"height": 8, "width": 8}, "resample": "bicubic"}
     assert json.loads(prepare) == whole
     said, classes, found, noise, drawn = torch.load(folder / "outputs.pt")

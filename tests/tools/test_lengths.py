@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lion.config import ConfigError
 from lion.runs import open_run
 from lion.samples.seeds import derive
-from tests.helpers import here, printed, read_json, refuse, tiny_recipe, trained
+from tests.helpers import column, here, printed, read_json, refuse, tiny_recipe, trained
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 
@@ -108,7 +108,7 @@ def test_texts_are_tables_of_their_own(run, tmp_path):
     command = ["--lengths", "16", "--tokens", "32", "--form", "full", "--out", tmp_path]
     assert here("eval", run, *command) == 0
     assert here("eval", run, *command, f"data.path={other}", f"data.root={tmp_path / 'data'}") == 0
-    assert len({row["fingerprint"] for row in rows_of(tmp_path)}) == 2
+    assert len(set(column(rows_of(tmp_path), "fingerprint"))) == 2
     assert (tmp_path / "extrapolation.md").read_text().count("\n## ") == 2
     trained(run.parents[1] / f"{run.name}.yaml", "seed=1", f"run.root={tmp_path}")  # another model of this name
     assert here("eval", tmp_path / run.name, *command) == 0
@@ -137,7 +137,7 @@ def test_accuracy_of_a_masked_model(folder, tmp_path):
     assert here("eval", run, "--form", "full", "--lengths", "16,32", "--out", tmp_path) == 0
     loaded = open_run(run)
     rows = rows_of(tmp_path)
-    assert [row["length"] for row in rows] == [16, 32]
+    assert column(rows, "length") == [16, 32]
     assert (rows[0]["metric"], rows[0]["trained_at"]) == ("MLM accuracy %", 16)
     text = HeldOut.of(held_out(folder, "wordpiece"), (16, 32), 1000, 0)
     for row in rows:

@@ -14,7 +14,7 @@ from lion.config import ConfigError
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import assert_in, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
@@ -380,7 +380,7 @@ def test_reports_written_at_once_keep_each_other(runs, tmp_path, monkeypatch):
     assert report("A", "softmax0") == 0
     held = read_json(tmp_path / "both.json")
     for rows in (held["sections"], held["rows"]):
-        assert {row["section"] for row in rows} == {"A", "B"}
+        assert set(column(rows, "section")) == {"A", "B"}
 
 
 def test_labels_distinguish_merges_conventions_and_starts(runs):

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import assert_in, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table
@@ -72,7 +72,7 @@ def test_padding_does_not_count_as_speed(runs):
     share = open_data(load(str(runs[4])).recipe).filled()
     assert 0.3 < share < 0.9
     for run, filled in ((runs[0], 1.0), (runs[4], share)):
-        rates = [line["sequences_per_second"] for line in metrics_of(run, "train")]
+        rates = column(metrics_of(run, "train"), "sequences_per_second")
         assert len(rates) == 4
         assert load(str(run)).speed == pytest.approx(statistics.median(rates) * 16 * filled)
 
@@ -101,7 +101,7 @@ def test_several_tables_in_one_report(runs, tmp_path, capsys):
     assert "images seen" not in images
     assert "6 steps in batches of 64" in images
     rows = read_json(tmp_path / "both.json")["rows"]
-    assert [row["section"] for row in rows] == ["Packing"] * 6 + ["Pictures"]
+    assert column(rows, "section") == ["Packing"] * 6 + ["Pictures"]
     assert rows[0]["beside"].keys() == {"loss"}
     assert rows[0]["speed"] > 0
     assert [x for x, _ in rows[0]["curve"]] == [2, 4]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from lion.config import ConfigError
-from tests.helpers import ROOT, read_json
+from tests.helpers import ROOT, column, read_json
 from tools.bench.clock import ClockReport
 from tools.bench.generate import GenerateReport
 from tools.bench.gpu import GpuReport
@@ -26,9 +26,9 @@ def test_rows_grow_and_are_replaced(tmp_path):
     assert (tmp_path / "r.md").read_text() == "text"
     assert read_json(path)["sums"] == [13]
     again = Store(path, rows=key).load()
-    assert [row["ms"] for row in again.rows.values()] == [6, 7]
+    assert column(again.rows.values(), "ms") == [6, 7]
     assert not again.new
-    assert [[row["a"] for row in rows] for rows in again.groups(("a",))] == [[1], [2]]  # the latest group first
+    assert [column(rows, "a") for rows in again.groups(("a",))] == [[1], [2]]  # the latest group first
     assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
     assert not Store(path, rows=("a",)).load(fresh=True).rows
     for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
