@@ -302,7 +302,7 @@ def test_folders_and_settings_that_do_not_fit(tmp_path, layout, settings, messag
 
 def test_images_that_cannot_be_read_are_named(tmp_path):
     pictures(tmp_path, TWO)
-    file = tmp_path / "train" / "dog" / "1.png"
+    file = tmp_path / "train/dog/1.png"
     whole = file.read_bytes()
     file.write_bytes(whole[:200])
     assert len(folder(tmp_path, pad=3).train) == 5  # the trainer counts unreadable images
@@ -322,8 +322,8 @@ def test_folders_are_read_in_torchvisions_order(tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "b" / "gone.jpg").symlink_to("nowhere")  # the trainer reports and counts it
-    (tmp_path / "b" / "one.png").symlink_to("2.png")
+    (tmp_path / "b/gone.jpg").symlink_to("nowhere")  # the trainer reports and counts it
+    (tmp_path / "b/one.png").symlink_to("2.png")
     want, got = torchvision.datasets.ImageFolder(str(tmp_path)), ClassFolders(tmp_path)
     assert (got.samples, got.classes) == (want.samples, want.classes) and len(got) == 10
 
@@ -335,7 +335,7 @@ def test_links_between_folders(tmp_path):
     root, new = tmp_path / "root", tmp_path / "new"
     for split in ("train", "val"):
         (root / split / "eel").symlink_to(new / "eel")
-    (root / "train" / "cat" / "more").symlink_to("../../../new/more")
+    (root / "train/cat/more").symlink_to("../../../new/more")
     splits = folder(root)
     assert splits.info.classes == ("cat", "dog", "eel") and counts(splits)[:2] == [3 + 1 + 2 + 3, 1 + 1 + 3]
     for name, target, same in (
@@ -349,7 +349,7 @@ def test_links_between_folders(tmp_path):
         refused(re.escape(same.format(root=root)), folder, root)
         (root / name).unlink()
     assert counts(hub(root)) == counts(folder(root))
-    (root / "train" / "metadata.csv").write_text("file_name,label\n")  # read by the `datasets` library
+    (root / "train/metadata.csv").write_text("file_name,label\n")  # read by the `datasets` library
     refused(r"data.path: .*/(cat/more|eel) is a link to a folder", hub, root)
 
 
@@ -398,7 +398,7 @@ def test_pictures_are_known_by_their_content(tmp_path, caplog):
     for name in ("notes.txt", "labels.xml", "Thumbs.db"):
         (cat / name).write_text("no picture")
     (cat / "@eaDir").mkdir()
-    picture(1, (9, 7)).save(cat / "@eaDir" / "thumb.jpg")
+    picture(1, (9, 7)).save(cat / "@eaDir/thumb.jpg")
     (tmp_path / "@eaDir").mkdir()
     for open_set in (folder, hub):
         splits = open_set(tmp_path, val_split=0.2)
@@ -442,7 +442,7 @@ def odd_files(folder):
 def test_only_files_are_images_and_hidden_folders_are_not_classes(tmp_path, name, key):
     pictures(tmp_path, TWO)
     odd_files(tmp_path / "train")
-    odd_files(tmp_path / "val" / "cat")
+    odd_files(tmp_path / "val/cat")
     splits = make(name, **{key: str(tmp_path), "image_size": [8, 8]})
     assert splits.info.classes == ("cat", "dog") and counts(splits)[:2] == [5, 2]
 
@@ -460,8 +460,8 @@ def idx(path, array):
 def test_idx_files(tmp_path, name, inner):
     rng = np.random.default_rng(0)
     for part, n in (("train", 12), ("t10k", 5)):
-        idx(tmp_path / inner / "raw" / f"{part}-images-idx3-ubyte", rng.integers(0, 256, (n, 28, 28)))
-        idx(tmp_path / inner / "raw" / f"{part}-labels-idx1-ubyte", np.arange(n) % 10)
+        idx(tmp_path / inner / f"raw/{part}-images-idx3-ubyte", rng.integers(0, 256, (n, 28, 28)))
+        idx(tmp_path / inner / f"raw/{part}-labels-idx1-ubyte", np.arange(n) % 10)
     splits = make(name, root=tmp_path)
     assert (splits.info.size, splits.info.channels, len(splits.info.classes)) == ((28, 28), 1, 10)
     assert counts(splits) == [12, 5, None]
@@ -597,7 +597,7 @@ def test_hf_parquet_with_splits_found(tmp_path):
 def test_hf_parquet_in_split_folders(tmp_path):
     for split, count in (("train", 6), ("test", 4), ("validation", 2)):
         parquet(tmp_path / "default" / split / "0000.parquet", count)
-        parquet(tmp_path / "default" / ".trash" / split / "0000.parquet", count)
+        parquet(tmp_path / "default/.trash" / split / "0000.parquet", count)
     assert counts(hub(tmp_path)) == [6, 2, 4]
 
 
@@ -639,10 +639,10 @@ def test_hf_configurations_of_a_clone(tmp_path):
 
 def test_hf_splits_of_other_names_are_not_for_training(tmp_path):
     for split, count in (("train", 6), ("extra", 9), ("test", 4)):
-        parquet(tmp_path / "set" / f"{split}-00000-of-00001.parquet", count)
+        parquet(tmp_path / f"set/{split}-00000-of-00001.parquet", count)
     assert counts(hub(tmp_path / "set"))[:2] == [6, 4]
     assert len(hub(tmp_path / "set", train="extra").train) == 9
-    parquet(tmp_path / "one" / "values.parquet", 5)
+    parquet(tmp_path / "one/values.parquet", 5)
     assert counts(hub(tmp_path / "one", val_split=0.2))[:2] == [4, 1]
 
 
@@ -687,12 +687,12 @@ def test_hf_that_is_not_there(tmp_path):
     )
     (tmp_path / "bad.parquet").write_text("no parquet")
     refused("data.path: .*bad.parquet' cannot be read", hub, tmp_path / "bad.parquet")
-    parquet(tmp_path / "ok" / "train.parquet", 4)
+    parquet(tmp_path / "ok/train.parquet", 4)
     refused("data.val: .* has no split 'vall'", hub, tmp_path / "ok", val="vall")
     refused("has one split: data.val_split=0.1 holds out a tenth", hub, tmp_path / "ok")
 
 
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "images"
+SHARED = Path(__file__).parents[3] / "shared/data/images"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the shared pictures are not here")
@@ -712,8 +712,8 @@ def test_the_data_root(monkeypatch, tmp_path):
     monkeypatch.setenv("LION_DATA", str(tmp_path))
     assert data_root() == tmp_path
     monkeypatch.delenv("LION_DATA")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert data_root() == tmp_path / "cache" / "lion"
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    assert data_root() == tmp_path / "cache/lion"
 
 
 # The table
@@ -788,10 +788,10 @@ def test_hf_reads_raw_bytes_and_tables_saved_to_disk(tmp_path):
         picture(i, (9, 7)).save(file, "PNG")
         rows.append({"img": file.getvalue(), "label": i % 2})
     (tmp_path / "raw").mkdir()
-    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "raw" / "train.parquet"))
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "raw/train.parquet"))
     structs = [dict(row, img={"bytes": row["img"], "path": "x.png"}) for row in rows]
     (tmp_path / "structs").mkdir()
-    datasets.Dataset.from_list(structs).to_parquet(str(tmp_path / "structs" / "my_train.parquet"))
+    datasets.Dataset.from_list(structs).to_parquet(str(tmp_path / "structs/my_train.parquet"))
     table = datasets.Dataset.from_list(rows).cast_column("img", datasets.Image())
     datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "saved"))
     for name in ("raw", "structs", "saved"):

@@ -66,7 +66,7 @@ def test_every_task_is_read_with_its_columns_and_labels(root, task):
 
 
 def test_other_samples_have_another_fingerprint(root, tmp_path):
-    first, row = glue(root).build().fingerprint, read_lines(root / "rte" / "train.jsonl")[2]
+    first, row = glue(root).build().fingerprint, read_lines(root / "rte/train.jsonl")[2]
     assert first == glue(root).build().fingerprint
     for name in ("train.jsonl", "validation.jsonl"):
         changed = rewrite(root, tmp_path, "rte", {**row, "label": 1 - row["label"]}, name=name)
@@ -122,9 +122,9 @@ def test_other_files(root, tmp_path, kind):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "rte").mkdir()
     for split in ("train", "validation"):
-        rows = read_lines(root / "rte" / f"{split}.jsonl")
+        rows = read_lines(root / f"rte/{split}.jsonl")
         rows[0]["sentence1"] = "None"  # a word, not a missing value
-        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(tmp_path / "rte" / f"{split}.{kind}")
+        getattr(datasets.Dataset.from_list(rows), f"to_{kind}")(tmp_path / f"rte/{split}.{kind}")
     splits = glue(tmp_path).build()
     assert len(splits.train) == len(glue(root).build().train)
     assert open_tokenizer("bytes").decode(splits.train[0]["tokens"].tolist()).startswith("[CLS]None[SEP]")
@@ -148,7 +148,7 @@ def test_what_is_refused_is_named_with_its_file_and_row(root, tmp_path):
     assert "no folder" in said and "has rte, stsb" in said
     line = said_of(rewrite(root, tmp_path, "rte", "{ no json"))
     assert re.search(r"train\.jsonl, line \d+: not JSON, '{ no json' \(Expecting property name", line)
-    file = tmp_path / "rte" / "train.jsonl"
+    file = tmp_path / "rte/train.jsonl"
     for text, words in {
         "": "train.jsonl: no rows, the file is empty",
         '{"sentence1": "x", "label": 1}\n': "row 1: no column 'sentence2', did you mean 'sentence1'?",

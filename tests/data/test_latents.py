@@ -32,7 +32,7 @@ def build(root, **settings):
 
 def test_samples_are_scaled_and_some_are_mirrored(tmp_path):
     splits = build(folder(tmp_path / "l"), flip=0.25)
-    held = torch.from_numpy(np.load(tmp_path / "l" / "train.npy")).float()
+    held = torch.from_numpy(np.load(tmp_path / "l/train.npy")).float()
     assert (splits.info.channels, splits.info.size, splits.info.classes) == (4, (8, 8), tuple(CLASSES))
     data = SeededDataset(splits.train, 0)
     samples = data.__getitems__([(epoch, i, i) for epoch in range(30) for i in range(40)])
@@ -44,9 +44,9 @@ def test_samples_are_scaled_and_some_are_mirrored(tmp_path):
     assert column(samples[:4], "label") == [0, 1, 2, 0] and images.dtype == torch.float32
     assert_equal(data.__getitems__([(29, i, i) for i in range(40)]), samples[-40:])
     for _ in range(9):
-        assert_equal(splits.val[0]["image"], torch.from_numpy(np.load(tmp_path / "l" / "val.npy")[0]).float() / 2)
+        assert_equal(splits.val[0]["image"], torch.from_numpy(np.load(tmp_path / "l/val.npy")[0]).float() / 2)
     assert build(tmp_path / "l", flip=0).train.flipped is None
-    (tmp_path / "l" / "train_flipped.npy").unlink()
+    (tmp_path / "l/train_flipped.npy").unlink()
     assert build(tmp_path / "l").train.flipped is None
 
 

@@ -147,7 +147,7 @@ def test_a_killed_generation_goes_on_where_it_was(tmp_path, monkeypatch, caplog)
     assert "4 of 12 parts are finished, resuming" in caplog.text
     assert len(made) == len(set(made)) == 12
     assert checksums(source) == checksums(whole)
-    assert not list((tmp_path / "cut" / "made").glob("*.parts"))
+    assert not list((tmp_path / "cut/made").glob("*.parts"))
 
 
 def test_unfinished_parts_are_named(tmp_path):
@@ -246,7 +246,7 @@ def test_a_run_trains_shows_its_images_and_predicts(tmp_path, capsys):
     file = recipe(tmp_path, name="pathfinder", **SMALL)
     assert here("prepare", file) == 0
     assert here(file) == 0
-    run = tmp_path / "runs" / "lra"
+    run = tmp_path / "runs/lra"
     events = EventAccumulator(str(next(run.rglob("events.*")).parent)).Reload()
     assert any("inputs" in tag for tag in events.Tags()["images"])
     pixels = prepared(tmp_path, "pathfinder", **SMALL).build().val[0]["pixels"]
@@ -488,7 +488,7 @@ def test_files_are_read_whole_and_lines_counted_however_they_are_cut(tmp_path, m
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
 def test_our_values_are_those_of_a_published_file(tmp_path):
-    source = prepared(tmp_path, "listops", path=SHARED / "lra" / "listops_d20s")  # checks every label
+    source = prepared(tmp_path, "listops", path=SHARED / "lra/listops_d20s")  # checks every label
     assert "5,970 train, 500 val, 500 test" in source.check()
 
 
@@ -703,7 +703,7 @@ def test_images_of_another_size_are_named_or_have_a_folder_of_their_own(tmp_path
 
 
 def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/nowhere")
     line = refuse(capsys, "prepare", recipe(tmp_path, name="cifar10_pixels"))
     assert "cifar-10-batches-py" in line
     assert "data.download=true downloads it" in line
@@ -711,10 +711,10 @@ def test_cifars_place_is_said(tmp_path, capsys, monkeypatch):
 
 def test_what_is_fetched_is_made_once(tmp_path, monkeypatch):
     """The folder's name depends on torchvision's files, which the first `prepare` downloads."""
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/data")
 
     def fetch(self):
-        held = tmp_path / "data" / "cifar10" / self.base_folder
+        held = tmp_path / "data/cifar10" / self.base_folder
         if held.exists():
             return
         held.mkdir(parents=True)
@@ -847,13 +847,13 @@ def test_contours_without_room_are_given_up(tmp_path, monkeypatch):
 def lra_folder(root, name, rows, *, binary=False):
     """Write files in the format of the published generator; return the metadata file."""
     (root / name / "metadata").mkdir(parents=True)
-    (root / name / "imgs" / "0").mkdir(parents=True)
+    (root / name / "imgs/0").mkdir(parents=True)
     table = []
     for number, label in rows:
-        file = root / name / "imgs" / "0" / f"sample_{number}.png"
+        file = root / name / f"imgs/0/sample_{number}.png"
         picture(number, (32, 32), "L").save(file)
         table.append(["imgs/0", file.name, str(number), str(label), "1.0", "14", "4", "2", "0.5", "1", "1"])
-    path = root / name / "metadata" / "0.npy"
+    path = root / name / "metadata/0.npy"
     if binary:
         np.save(path, np.array(table))
     else:
@@ -868,7 +868,7 @@ def test_lras_images_are_read_from_the_folder_of_the_task(tmp_path, binary, capl
     rows = [(i, i % 2) for i in range(40)]
     lra_folder(root, "curv_contour_length_14", rows, binary=binary)
     lra_folder(root, "curv_baseline", [(100 + i, 1) for i in range(3)] + [(172, 0)])
-    (root / "curv_baseline" / "imgs" / "0" / "sample_172.png").write_bytes(b"")  # as in the LRA release
+    (root / "curv_baseline/imgs/0/sample_172.png").write_bytes(b"")  # as in the LRA release
     for path in (tmp_path, root, root / "curv_contour_length_14"):
         splits = prepared(tmp_path, "pathfinder", path=path).build()
         assert counts(splits) == [32, 4, 4]
@@ -878,7 +878,7 @@ def test_lras_images_are_read_from_the_folder_of_the_task(tmp_path, binary, capl
     easy = prepared(tmp_path, "pathfinder", path=root, contour_length=6)
     assert easy.manifest()["samples"] == {"train": 3}
     assert "sample_172.png: skipped, the file is known to be empty" in caplog.text
-    assert not is_empty(root / "curv_baseline" / "imgs" / "0" / "sample_17.png")
+    assert not is_empty(root / "curv_baseline/imgs/0/sample_17.png")
 
 
 def test_an_image_that_is_listed_twice_counts_once(tmp_path, caplog):
@@ -896,7 +896,7 @@ def test_an_image_that_is_listed_twice_counts_once(tmp_path, caplog):
 def test_bad_images_and_metadata_are_named(tmp_path):
     root = tmp_path / "pathfinder32"
     path = lra_folder(root, "curv_contour_length_14", [(i, 0) for i in range(12)])
-    third = path.parent.parent / "imgs" / "0" / "sample_2.png"
+    third = path.parent.parent / "imgs/0/sample_2.png"
 
     def said(**settings):
         return refusal(prepared, tmp_path, "pathfinder", path=root, **settings)

@@ -870,7 +870,7 @@ ONE_FILE = {"path": "texts/a.txt"}
     ],
 )
 def test_bad_text_is_refused_and_leaves_nothing_behind(files, settings, message, tmp_path, monkeypatch):
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "none"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/none")
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     for name, content in files.items():
@@ -904,8 +904,8 @@ def test_a_damaged_token_file_is_refused(tmp_path, capsys):
 def test_what_is_not_there_is_bad_input(tmp_path, capsys):
     """Cases: a broken link, a file in place of the folder of token files, a manifest that names a missing file."""
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("\n".join(sentences(20)))
-    link = tmp_path / "texts" / "b.txt"
+    (tmp_path / "texts/a.txt").write_text("\n".join(sentences(20)))
+    link = tmp_path / "texts/b.txt"
     link.symlink_to(tmp_path / "nowhere")
     file = recipe(tmp_path, path=tmp_path / "texts", document="line", workers=1)
     assert refuse(capsys, "prepare", file) == f"error: {link}: No such file or directory\n"

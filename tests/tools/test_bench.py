@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_a_line(monkeypatch):
 
 @pytest.mark.slow
 def test_the_image_of_the_readme(tmp_path):
-    held = read_json(ROOT / "reports" / "ops.json")
+    held = read_json(ROOT / "reports/ops.json")
     pytest.importorskip("matplotlib")
     chunks = [row | {"chunk_size": 16} for row in held["rows"] if row["form"] == "chunk" and row["length"] == 1024]
     for rows in (held["rows"] + chunks, [r | {"peak_bytes": None} for r in held["rows"] if r["pass"] == "forward"]):

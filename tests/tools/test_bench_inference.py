@@ -275,7 +275,7 @@ def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys
     more = ("--sizes", "8", "--evaluate", "5")
     line = refuse(capsys, "bench", "inference", run, *more)
     assert "--evaluate: data set 'digits' has samples of one size only" in line
-    folder = photos.parents[1] / "val" / "light"
+    folder = photos.parents[1] / "val/light"
     moved = folder.rename(folder.with_name("airy"))
     line = refuse(capsys, "bench", "inference", photos, *more)
     moved.rename(folder)

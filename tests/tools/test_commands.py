@@ -177,7 +177,7 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     with open(out) as file:
         rows = list(csv.DictReader(file))
     assert column(rows, "file") == [
-        *map(str, (photos / "0.png", photos / "more" / "1.png", tmp_path / "2.png", tmp_path / "3.png"))
+        *map(str, (photos / "0.png", photos / "more/1.png", tmp_path / "2.png", tmp_path / "3.png"))
     ]
     assert [row["top 1"] for row in rows] == [str(guess) for guess in guesses[:4]]
     assert 10 <= float(rows[0]["top 1 percent"]) <= 100
@@ -279,13 +279,13 @@ def test_predict_takes_the_form_and_the_compilation_of_the_run(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_fresh_keeps_the_earlier_run_and_softmax_has_one_form(tmp_path, capsys):
-    path, run = tiny_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    path, run = tiny_recipe(tmp_path), tmp_path / "runs/tiny"
     assert here("train", path) == 0
     check_forms(read_json(run / "summary.json"), {"full", "chunk", "rnn", "rnn_64"})
     refuse(capsys, "train", path, "--fresh", "trainer.device=cuda:77")
     assert [p.name for p in (tmp_path / "runs").iterdir()] == ["tiny"]  # refused before anything was moved
     assert here("train", path, "--fresh", "trainer.steps=4", "model.mixer=softmax") == 0
-    assert (tmp_path / "runs" / "tiny.old1" / "summary.json").exists()
+    assert (tmp_path / "runs/tiny.old1/summary.json").exists()
     check_forms(read_json(run / "summary.json"), {"full"})
     assert "SoftmaxAttention has only full, got 'rnn'" in refuse(capsys, "eval", run, "--form", "rnn")
 
@@ -307,7 +307,7 @@ def test_init_from_keeps_what_fits_and_interpolates_positions(tmp_path, caplog, 
     torch.testing.assert_close(finer.head.weight, first.head.weight, rtol=0, atol=1e-6)
     line = refuse(capsys, "train", tiny_recipe(tmp_path, "other", **tuned, model={"dim": 8, "depth": 1}))
     assert "do not fit, e.g. cls is (1, 1, 8) here and (1, 1, 16) there; the run has model.dim=16 model.depth=" in line
-    assert not (tmp_path / "runs" / "other").exists()
+    assert not (tmp_path / "runs/other").exists()
     shutil.rmtree(source)
     trained(same)  # it has weights of its own
 
@@ -331,7 +331,7 @@ def test_show_and_list():
 @pytest.mark.slow
 def test_show_ends_with_what_a_recipe_costs_here(tmp_path, monkeypatch):
     """Check that time, memory and disk come after all keys, and that nothing is downloaded or tokenized."""
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/data")
     book = tmp_path / "book.txt"
     book.write_text("one long document\n" * 50_000)
     pieces = first_parts(9, "mlm_tiny_lion_s", "data.name=text", f"data.path={book}", "run.name=books")
@@ -395,8 +395,8 @@ def test_a_folder_does_not_hide_a_recipe(tmp_path, monkeypatch):
     assert recipe_path("quickstart") == RECIPES / "quickstart.yaml"
     with pytest.raises(ConfigError, match=r"photos: no such recipe, \./run\.sh list prints"):
         recipe_path("photos")
-    (tmp_path / "runs" / "photos").mkdir(parents=True)
-    (tmp_path / "runs" / "photos" / "recipe.yaml").touch()
+    (tmp_path / "runs/photos").mkdir(parents=True)
+    (tmp_path / "runs/photos/recipe.yaml").touch()
     with pytest.raises(ConfigError, match=r"photos: .* but a run; its recipe is runs/photos/recipe.yaml"):
         recipe_path("photos")
 
@@ -632,7 +632,7 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
         calls.append(f"launch {machines.processes}")
         return 0
 
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "root"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/root")
     monkeypatch.setattr(Digits, "prepare", prepared)
     monkeypatch.setattr(Digits, "build", built)
     monkeypatch.setattr(train, "launch", launched)
@@ -645,7 +645,7 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
                 patched.setenv(variable, value)
             assert here("train", path, f"run.name={name}", "trainer.steps=1", "--no-eval") == 0
         assert calls == ["prepare", "build"]
-    for line in (["eval", tmp_path / "runs" / "alone", "--form", "full"], ["show", path]):
+    for line in (["eval", tmp_path / "runs/alone", "--form", "full"], ["show", path]):
         calls.clear()
         assert here(*line) == 0 and calls == ["prepare", "build"]
 
@@ -725,7 +725,7 @@ def test_only_training_pays_for_a_cache(tmp_path):
 @pytest.mark.slow
 def test_repeated_augmentation_reaches_the_trainer(tmp_path):
     run = trained(photo_recipe(tmp_path, repeats=3))
-    upcoming = load_state(run / "checkpoints" / "last-2" / "state.pt")["next"]["samples"]
+    upcoming = load_state(run / "checkpoints/last-2/state.pt")["next"]["samples"]
     assert len(upcoming) >= 3 and upcoming[:3] == upcoming[:1] * 3
 
 
@@ -740,7 +740,7 @@ def test_data_of_other_classes_is_refused(tmp_path, capsys, caplog):
     wrong = "checkpoint was trained on other data: class 0 was 'cat', and is 'bird' now"
     assert wrong in refuse(capsys, "bench", "inference", run, "--sizes", "8", "--evaluate", "3")
     assert wrong in refuse(capsys, "eval", run)
-    shutil.rmtree(run / "checkpoints" / "last-3")
+    shutil.rmtree(run / "checkpoints/last-3")
     assert wrong in refuse(capsys, "train", recipe)
     assert here("eval", run, f"data.root={moved}", "--form", "full") == 0
     fixed = "'seed=1': the recipe of a run is fixed, only data.root, data.workers may"

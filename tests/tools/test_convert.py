@@ -153,7 +153,7 @@ def convert(folder, held, *args, kind="Selective"):
 def refused(capsys, folder, held, recipe, *args):
     """Save the contents `held`; return the line of a conversion that must fail, and leave the file alone."""
     torch.save(held, folder / "their.pth")
-    line = refuse(capsys, "convert", folder / "their.pth", recipe, folder / "new" / "run", *SMALL, *args)
+    line = refuse(capsys, "convert", folder / "their.pth", recipe, folder / "new/run", *SMALL, *args)
     assert os.listdir(folder) == ["their.pth"]
     return line
 
@@ -228,7 +228,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
             folder.mkdir(parents=True)
             Image.new("RGB", (50, 60), (30 * number, 90, 200)).save(folder / "0.png")
     settings = [*SMALL, "data.workers=0", f"data.root={data}", "trainer.precision=fp32"]
-    run = tmp_path / "new" / "run"
+    run = tmp_path / "new/run"
     assert str(run) in printed(capsys, "convert", tmp_path / "their.pth", recipe_of("Selective"), run, *settings)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["run"]
     assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "environment.json", "recipe.yaml"]
@@ -241,7 +241,7 @@ def test_the_run_serves_every_command(tmp_path, capsys):
     fresh = loaded.task.build_model(loaded.recipe.model)
     init_from(fresh, run, loaded.task.info)
     assert apart(fresh.eval(), model) < 1e-4
-    picture = data / "val" / "n3" / "0.png"
+    picture = data / "val/n3/0.png"
     assert printed(capsys, "predict", run, picture, "--top", CLASSES, "--eager").count("class ") == CLASSES
     assert "top-1 %" in printed(capsys, "eval", run, "--form", "full", "--eager")
 

@@ -333,7 +333,7 @@ def test_runs_of_other_models_become_classes_of_ours(change, run, tmp_path):
     recipe = resolve(run / "recipe.yaml", [change, f"run.root={tmp_path}", "run.name=other"])
     untrained(recipe, open_run(run).task.info)
     assert here("export", tmp_path / "other", tmp_path / "back") == 0
-    config = read_json(tmp_path / "back" / "config.json")
+    config = read_json(tmp_path / "back/config.json")
     assert config["architectures"] == ["LionForMaskedLM"]
     assert sorted(os.listdir(tmp_path)) == ["back", "other"]
 
@@ -447,7 +447,7 @@ def test_folders_that_hold_no_checkpoint_are_refused(tmp_path, capsys, monkeypat
 def test_giving_back_writes_all_or_nothing(run, tmp_path, capsys, monkeypatch):
     assert "run: exists already" in refuse(capsys, "export", run, run)
     (tmp_path / "file").write_text("")
-    assert "cannot be written (" in refuse(capsys, "export", run, tmp_path / "file" / "back")
+    assert "cannot be written (" in refuse(capsys, "export", run, tmp_path / "file/back")
 
     def interrupt(*_):
         raise KeyboardInterrupt

@@ -130,7 +130,7 @@ def test_training_images_are_read_without_augmentation(tmp_path, more):
 
 def test_folders_and_arrays_hold_the_same(real, tmp_path):
     images = real[0][:30]
-    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "folder/deep").mkdir(parents=True)
     for i, picture in enumerate(images):
         place = "folder/deep" if i % 2 else "folder"
         Image.fromarray(picture[0]).convert("RGB" if i % 3 else "L").save(tmp_path / place / f"{i}.png")
@@ -281,7 +281,7 @@ def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real
         ([some, "--samples", 5], "--samples: expected at least 20, got 5"),
         ([classifier], "task 'image_classification' generates no images, expected a run of diffusion"),
         ([generator, "--steps", 2000, "--samples", 20], "--steps: expected 1 to 1000, got 2000"),
-        ([some, "--out", tmp_path / "no" / "d.json"], "--out: no folder"),
+        ([some, "--out", tmp_path / "no/d.json"], "--out: no folder"),
     ):
         assert message in refuse(capsys, "distance", "--features", classifier, *args), message
     for args, message in (

@@ -142,6 +142,7 @@ def test_each_batch_is_run_in_every_form_and_forgotten(run, monkeypatch):
         gap = (outputs[form] - outputs["full", None]).abs().max().item()
         assert found[form]["deviation"] == pytest.approx(gap, abs=2e-6) and (gap > 0) == (form[0] != "full")
         assert found[form]["peak_bytes"] > 0
+        assert passes[form]["value"] == passes[form]["values"]["pass"]
 
 
 def test_outputs_are_compared_sample_by_sample(run):

@@ -154,7 +154,7 @@ print("", ids)
     close(classes, model_of(folder, "images")(images))
     (wanted,) = lion.generate(model, [prompt], 20, sampling=Sampling(temperature=0))
     assert json.loads(ids) == wanted and len(set(wanted[len(prompt) :])) > 2
-    run, labels = open_run(folder / "runs" / "noise"), torch.arange(2)
+    run, labels = open_run(folder / "runs/noise"), torch.arange(2)
     close(noise, run.model(drawn, torch.zeros(2, dtype=torch.int64), labels))
     assert noise.std() > 0.1
     torch.manual_seed(3)
@@ -286,7 +286,7 @@ def test_the_compiler_of_aotinductor_gets_the_graph_and_its_description(folder, 
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", loaded)
-    assert here("export", folder / "runs" / "softmax", tmp_path / "a.pt2", "--format", "aoti") == 0
+    assert here("export", folder / "runs/softmax", tmp_path / "a.pt2", "--format", "aoti") == 0
     ((program, files),) = packages.values()
     assert json.loads(files["metadata.json"])["task"] == "causal_lm" and "tokenizer.json" in files
     ids, mask = ids_and_mask()
@@ -298,7 +298,7 @@ def test_the_compiler_of_aotinductor_gets_the_graph_and_its_description(folder, 
 @torch.no_grad()
 def test_programs_in_python_and_cpp_run_packages_of_aotinductor(folder):
     package = folder / "aoti.pt2"
-    assert here("export", folder / "runs" / "softmax", package, "--format", "aoti") == 0
+    assert here("export", folder / "runs/softmax", package, "--format", "aoti") == 0
     model, (ids, mask) = model_of(folder, "softmax"), ids_and_mask()
     close(aoti.load(package)(ids, mask)[mask], model(ids, mask)[mask])
     (code,) = blocks(ROOT / "tools/export/README.md", "cpp")
@@ -350,12 +350,12 @@ def test_programs_of_one_length_of_pairs_and_of_pixels(name, expected, folder, c
 
 @torch.no_grad()
 def test_delta_rules_have_one_length_and_pixels_no_mask(folder):
-    delta = open_run(folder / "runs" / "delta")
+    delta = open_run(folder / "runs/delta")
     for given, length in ((20, 20), (None, 33)):
         program = make_program(delta, [], given)
         assert [port.shape for port in program.inputs] == [("batch", length)] * 2
         assert program.outputs[0].shape == ("batch", length, 261) and program.longest == length
-    pixels = open_run(folder / "runs" / "pixels")
+    pixels = open_run(folder / "runs/pixels")
     program = make_program(pixels, [], None)
     assert [(port.name, port.shape) for port in program.inputs] == [("pixels", ("batch", 64))]
     assert program.outputs[0].shape == ("batch", 10) and program.longest is None
@@ -422,7 +422,7 @@ def test_what_is_written_is_whole_and_readable(tmp_path):
     with place.written(tmp_path / "c") as folder:
         folder.mkdir()
         (folder / "own").touch(0o600)
-    assert (tmp_path / "c" / "own").stat().st_mode == (tmp_path / "file").stat().st_mode
+    assert (tmp_path / "c/own").stat().st_mode == (tmp_path / "file").stat().st_mode
 
 
 def test_programs_with_wrong_outputs_are_refused(folder, tmp_path, capsys, monkeypatch):

@@ -104,7 +104,7 @@ def test_language_models_return_bit_for_bit(kind, tmp_path, capsys):
     torch.testing.assert_close(model(**inputs).logits[mask.bool()], wanted[mask.bool()])
     same_run(run, back(tmp_path / "out", tmp_path / "again"))
     model.save_pretrained(tmp_path / "tuned")  # as after fine-tuning
-    (tmp_path / "out" / "recipe.yaml").rename(tmp_path / "tuned" / "recipe.yaml")
+    (tmp_path / "out/recipe.yaml").rename(tmp_path / "tuned/recipe.yaml")
     same_run(run, back(tmp_path / "tuned", tmp_path / "tuned_again"))
 
 
@@ -181,7 +181,7 @@ def test_models_of_long_sequences_and_of_labelled_tokens(name, tmp_path):
 def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
     pytest.importorskip("sklearn")
     assert here("train", tiny_recipe(tmp_path, "tiny")) == 0
-    run = tmp_path / "runs" / "tiny"
+    run = tmp_path / "runs/tiny"
     out = export(run, tmp_path / "out")
     files = {"README.md", "config.json", "model.safetensors", "modeling_lion.py", "preprocessor_config.json"}
     assert {path.name for path in out.iterdir()} == {*files, "recipe.yaml"}
@@ -212,7 +212,7 @@ def test_an_image_run_is_exported_with_its_card_and_processor(tmp_path):
 
     (run / "summary.json").write_text(json.dumps({**summary, "best_step": 1}))  # of the weights of another step
     assert here("export", run, tmp_path / "last", "--checkpoint", "last") == 0
-    card = (tmp_path / "last" / "README.md").read_text()
+    card = (tmp_path / "last/README.md").read_text()
     assert "Not evaluated." in card and "model-index" not in card
 
 

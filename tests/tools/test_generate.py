@@ -46,7 +46,7 @@ run: {{root: {folder / "runs"}}}
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LION_DATA", str(folder / "data"))
+        patch.setenv("LION_DATA", f"{folder}/data")
         yield {mixer: small_run(folder, mixer) for mixer in ("softmax", "lion_s")}
 
 

@@ -129,7 +129,7 @@ def run(tmp_path_factory):
     """Make (run of the pre-training, folder of GLUE)."""
     folder = tmp_path_factory.mktemp("glue")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LION_DATA", str(folder / "data"))
+        patch.setenv("LION_DATA", f"{folder}/data")
         yield masked_lm(folder), glue_folder(folder / "tasks", TASKS)
 
 
@@ -150,8 +150,8 @@ def test_a_task_is_a_recipe_of_its_own(run):
     assert recipe.model.attention.score_dropout == 0
     assert (recipe.trainer.precision, recipe.trainer.compile) == ("fp32", False)
     assert recipe.init_from == str(run[0])
-    assert recipe.folder == run[0] / "glue" / "modified" / "cola_seed19"
-    assert recipe.data.tokenizer == str(run[0] / "glue" / "tokenizer" / "wordpiece")
+    assert recipe.folder == run[0] / "glue/modified/cola_seed19"
+    assert recipe.data.tokenizer == str(run[0] / "glue/tokenizer/wordpiece")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_dry_run_prints_the_plan_and_its_cost(run, capsys):
     assert "stsb: values of Table 8; the file that it cites has optimizer decoupled_adamw (--cited)" in text
     assert "runs, 0.0 M tokens" in text
     assert "one after the other" in text
-    assert not (run[0] / "glue" / "m2_base").exists()
+    assert not (run[0] / "glue/m2_base").exists()
     cited, own = planned("--cited")
     assert "(--cited)" not in cited
     assert "stsb: values of Table 8" not in cited
@@ -320,7 +320,7 @@ def test_rates_are_trained_and_the_best_is_reported(run, tmp_path, capsys, monke
     out = printed(capsys, *call)
     assert "0.01, 0.0001" in out
     assert "same rate for all" in out
-    folder = run[0] / "glue" / "rates"
+    folder = run[0] / "glue/rates"
     held = read_json(folder / "results.json")
     first, second = held["rows"]
     assert (first["lr"], first["seed"]) == (1e-2, 19)
@@ -340,7 +340,7 @@ def start(*argv, **how):
 @pytest.fixture(scope="module")
 def finished(run):
     """Train mnli with the mismatched genres, then rte; cola fails, since this process holds its lock."""
-    folder = run[0] / "glue" / "modified"
+    folder = run[0] / "glue/modified"
     call = ["glue", run[0], "--recipe", "modified", f"data.path={run[1]}", *QUICK, "--seeds", "1"]
     (folder / "cola_seed19").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
@@ -354,7 +354,7 @@ def finished(run):
 def test_a_failed_task_does_not_stop_the_others(finished):
     folder, _, said = finished
     assert_in(said, "cola_seed19: failed, ", "trains there now", "rte_seed19: finished, ")
-    assert "trains there now" in (folder / "logs" / "cola_seed19.log").read_text()
+    assert "trains there now" in (folder / "logs/cola_seed19.log").read_text()
 
 
 @pytest.mark.slow
@@ -497,7 +497,7 @@ def test_runs_of_another_command_are_waited_for(run, monkeypatch, started, ends)
 def test_a_stopped_task_resumes(run):
     call = ["glue", run[0], "--recipe", "modified", "--name", "stopped", f"data.path={run[1]}", "--tasks", "qqp"]
     process = Forked(*call, *QUICK, "trainer.epochs=100000")  # starts the process of the job
-    folder = run[0] / "glue" / "stopped" / "qqp_seed19"
+    folder = run[0] / "glue/stopped/qqp_seed19"
     metrics = folder / "metrics.jsonl"
     end = time.monotonic() + 120
     try:

@@ -24,7 +24,7 @@ QUESTIONS = [
 def test_the_harness_finds_the_same_accuracies(name, tmp_path, capsys, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", f"{tmp_path}/cache")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -33,7 +33,7 @@ def test_the_harness_finds_the_same_accuracies(name, tmp_path, capsys, monkeypat
     (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
     (tmp_path / "tasks").mkdir()
     (task,) = blocks(ROOT / "tools/export/README.md", "yaml")
-    (tmp_path / "tasks" / "mine.yaml").write_text(task)
+    (tmp_path / "tasks/mine.yaml").write_text(task)
     assert here("export", run, tmp_path / "gpt") == 0
     ours = [
         float(found)

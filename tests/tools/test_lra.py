@@ -15,7 +15,7 @@ trainer.compile=false trainer.device=cpu schedule.warmup=1
 
 @pytest.mark.slow
 def test_from_its_own_inputs_to_a_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("LION_DATA", f"{tmp_path}/data")
     monkeypatch.chdir(tmp_path)
     assert here("train", "lra_listops_lion_s_masked", *SHRINK, "--no-eval") == 0
     started = ["run.name=started", "init_from=lra_listops_lion_s_masked"]

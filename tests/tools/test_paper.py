@@ -544,7 +544,7 @@ def test_a_run_without_a_test_makes_val_the_split(tmp_path):
 @pytest.mark.slow
 def test_the_report_is_what_its_raw_rows_say():
     """Check the stored report: every row is one of a table, and the page was not edited by hand."""
-    store = open_store(ROOT / "reports" / "paper.json")
+    store = open_store(ROOT / "reports/paper.json")
     assert store.rows
     asked = set()
     for name, each in TABLES.items():
@@ -556,13 +556,13 @@ def test_the_report_is_what_its_raw_rows_say():
     for row in rows_of(store).values():
         assert row["key"] in asked
         assert row["commit"]
-    plots = {path.stem: f"paper/{path.name}" for path in (ROOT / "reports" / "paper").glob("*.png")}
-    assert (ROOT / "reports" / "paper.md").read_text() == page.markdown(TABLES, store, plots)
+    plots = {path.stem: f"paper/{path.name}" for path in (ROOT / "reports/paper").glob("*.png")}
+    assert (ROOT / "reports/paper.md").read_text() == page.markdown(TABLES, store, plots)
 
 
 def test_the_stored_runs_are_lines_in_the_order_of_their_keys(tmp_path):
     """Check that a line is a run, and that the file is what the command would write."""
-    path = ROOT / "reports" / "paper.json"
+    path = ROOT / "reports/paper.json"
     store = open_store(path)
     places = []
     for line in path.read_text().splitlines():
@@ -650,7 +650,7 @@ class Own:
     def write(self, **changes):
         """Change the table."""
         self.table |= changes
-        (self.folder / "tables" / "own.yaml").write_text(yaml.safe_dump(self.table))
+        (self.folder / "tables/own.yaml").write_text(yaml.safe_dump(self.table))
 
     def train(self, **sections):
         """Change sections of the recipe."""
@@ -814,7 +814,7 @@ def test_a_run_without_a_full_form_is_evaluated_in_its_first(tmp_path, monkeypat
 @pytest.mark.slow
 def test_interruptions_do_not_count_as_training(tmp_path):
     assert here("train", tiny_recipe(tmp_path), "--form", "full") == 0
-    run = load(str(tmp_path / "runs" / "tiny"))
+    run = load(str(tmp_path / "runs/tiny"))
     assert run.seen > 0 < run.speed
     assert results.seconds(run) == pytest.approx(run.seen / run.speed, abs=0.1)
     os.utime(run.folder / "recipe.yaml", (0, 0))

@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
             metrics.write_text(learned)  # six steps learn nothing, which a report says
     for seed in (0, 1):
         summary = {"value": 0.5 + seed / 10, "split": "test", "metric": "top1", "forms": {}, "best_step": 3}
-        (folder / "runs" / f"lion_s{seed}" / "summary.json").write_text(json.dumps(summary))
+        (folder / f"runs/lion_s{seed}/summary.json").write_text(json.dumps(summary))
     return folder / "runs"
 
 
@@ -295,7 +295,7 @@ def test_a_report_of_other_runs_is_not_lost(runs, tmp_path, capsys):
     said = "classification.json: holds lion_s0 (seed 0), missing here; --name NAME starts another report, --fresh"
     assert said in line
     assert page.read_text() == before
-    namesake = shutil.copytree(runs / "lion_s1", tmp_path / "other" / "lion_s0")  # another run of this name
+    namesake = shutil.copytree(runs / "lion_s1", tmp_path / "other/lion_s0")  # another run of this name
     assert here("report", second, namesake, *out, "--name", "both") == 0
     line = refuse(capsys, "report", second, *out, "--name", "both")
     assert "holds lion_s0 (seed 1), missing here" in line

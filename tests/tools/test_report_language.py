@@ -152,7 +152,7 @@ def test_what_glue_has_made_of_runs_stands_below(runs, tmp_path, capsys):
     groups = grouped(runs[:2])
     assert not glue_table(groups)[1]
     scores = [{"cola": (10.0, 20.0), "rte": (50.0, 60.0)}, {"cola": (30.0, 40.0), "rte": (70.0, 80.0)}]
-    files = [run / "glue" / "m2_base" / "results.json" for run in runs[:2]]
+    files = [run / "glue/m2_base/results.json" for run in runs[:2]]
     for path, some in zip(files, scores):
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"rows": glue_rows(some), "average_over": "tasks"}))

@@ -100,7 +100,7 @@ def test_bad_requests(run, capsys, tmp_path):
         ("--classes", "ten", "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'"),
         ("--classes", "1,10", "--classes: unknown class '10'"),
         ("--steps", 1001, "steps: expected 1 to 1000, got 1001"),
-        ("--out", tmp_path / "none" / "a.png", "no folder"),
+        ("--out", tmp_path / "none/a.png", "no folder"),
         ("--out", tmp_path / "a.gif", "images are written to FILE.png"),
         ("--chunk-size", 4, "--chunk-size: add --form chunk or rnn"),
         ("--guidance", -1, "--guidance"),

@@ -51,7 +51,7 @@ def save(store: Store) -> None:
 
 def test_two_processes_keep_the_rows_of_each_other(tmp_path):
     """Check two stores of one file: rows of both are kept, and of one row the value that was saved last."""
-    path, keys = tmp_path / "new" / "r.json", {"rows": ("a",), "rates": ("a",)}
+    path, keys = tmp_path / "new/r.json", {"rows": ("a",), "rates": ("a",)}
     ours = Store(path, **keys).load()
     theirs = Store(path, **keys).load()
     ours.add({"a": 1, "ms": 5})
