@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import yaml
 from PIL import Image
 
-from lion.config import merge
+from lion.config import ConfigError, merge
 from lion.trainer.checkpoint_files import load_state, newest
 from tools import __main__ as commands
 from tools.cli import run_command
@@ -92,6 +93,20 @@ def refuse(capsys: pytest.CaptureFixture, *argv, code: int = 2) -> str:
     assert error.value.code == code, out.err
     assert out.err.count("\n") == 1 and out.err.startswith("error: "), out.err
     return out.err
+
+
+def refusal(function, *args, **settings) -> str:
+    """Return the message, of one line, with which a function refuses its arguments."""
+    with pytest.raises(ConfigError) as error:
+        function(*args, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def refused(pattern: str, function, *args, **settings) -> None:
+    """Assert that a function refuses its arguments with a message of one line, in which the pattern is found."""
+    message = refusal(function, *args, **settings)
+    assert re.search(pattern, message), message
 
 
 def here(*args) -> int:

@@ -1,13 +1,10 @@
 """Helpers: data sets as recipes open them, and manifests that were edited."""
 
 import json
-import re
 from pathlib import Path
 
-import pytest
-
 import data
-from lion.config import ConfigError, build
+from lion.config import build
 from tests.helpers import read_json
 
 GONE = object()
@@ -19,20 +16,6 @@ def opened(name, **settings):
     for key, value in settings.items():
         settings[key] = str(value) if isinstance(value, Path) else value
     return kind(build(kind.Config, {"name": name, **settings}, source=lambda key: "recipe", key="data"))
-
-
-def refusal(function, *args, **settings):
-    """Return the message, of one line, with which a function refuses its arguments."""
-    with pytest.raises(ConfigError) as error:
-        function(*args, **settings)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def refused(pattern, function, *args, **settings):
-    """Assert that a function refuses its arguments with a message of one line, in which the pattern is found."""
-    message = refusal(function, *args, **settings)
-    assert re.search(pattern, message), message
 
 
 def counts(splits):

@@ -43,10 +43,10 @@ from lion.samples.base import Info
 from lion.samples.images import ImageInfo, numbered
 from lion.tasks import TASKS
 from lion.tasks.image_classification import ImageClassification
-from tests.helpers import assert_equal, picture, pictures, refuse, tiny_recipe
+from tests.helpers import assert_equal, picture, pictures, refuse, refused, tiny_recipe
 from tools.compose import describe_data, resolve
 
-from .helpers import counts, opened, refused, samples_of
+from .helpers import counts, opened, samples_of
 
 
 def make(name, **settings):

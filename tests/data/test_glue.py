@@ -13,10 +13,10 @@ from data.text.glue import TASKS
 from data.text.sequences import cut
 from data.text.tokenizers import open_tokenizer
 from lion.samples.order import Sequential, Shuffled
-from tests.helpers import column, glue_folder, read_lines
+from tests.helpers import column, glue_folder, read_lines, refusal, refused
 from tools.compose import resolve
 
-from .helpers import opened, refusal, refused
+from .helpers import opened
 
 
 def glue(root, task="rte", **settings):

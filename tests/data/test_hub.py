@@ -10,8 +10,7 @@ import pytest
 
 from data.hub import configure_hub, hub_unreachable
 from data.vision.hf import HubConfig, load_splits
-
-from .helpers import refusal
+from tests.helpers import refusal
 
 
 def away(*args):

@@ -9,9 +9,9 @@ import torch
 
 from data.text.corpus import open_corpus
 from data.text.tokenizers import open_tokenizer
-from tests.helpers import assert_in, column, printed, refuse
+from tests.helpers import assert_in, column, printed, refusal, refuse, refused
 
-from .helpers import counts, opened, refusal, refused
+from .helpers import counts, opened
 
 ROWS = [{"text": f"{'good' if i % 3 else 'bad'} word{i}", "label": "yes" if i % 3 else "no"} for i in range(30)]
 

@@ -7,9 +7,7 @@ import torch
 
 from data.vision.latents import Latents, LatentsConfig
 from lion.trainer.loader import SeededDataset
-from tests.helpers import assert_equal, column, printed, refuse, trained
-
-from .helpers import refused
+from tests.helpers import assert_equal, column, printed, refuse, refused, trained
 
 CLASSES = ["ant", "bee", "cow"]
 

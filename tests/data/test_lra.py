@@ -28,10 +28,10 @@ from lion.config import build
 from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.samples.sequences import SequenceInfo
-from tests.helpers import ROOT, command, here, picture, printed, refuse
+from tests.helpers import ROOT, command, here, picture, printed, refusal, refuse, refused
 from tools.labels import check_labels, verdict
 
-from .helpers import GONE, counts, edit_manifest, opened, refusal, refused, samples_of, tokens_of
+from .helpers import GONE, counts, edit_manifest, opened, samples_of, tokens_of
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 SHORT = {"min_length": 8, "max_length": 30, "length": 32, "samples": 96}  # expressions

@@ -4,8 +4,7 @@ import string
 
 from data.text.shakespeare import TinyShakespeare, TinyShakespeareConfig
 from lion.samples.order import Drawn
-
-from .helpers import refused
+from tests.helpers import refused
 
 CHARACTERS = "\n !$&',-.3:;?" + string.ascii_letters
 

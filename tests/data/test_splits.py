@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from data.splits import by_split, split_of
-
-from .helpers import refused
+from tests.helpers import refused
 
 NAMES = {
     "train": "ptb.train.txt Train.txt TRAIN.csv training.txt a_train.jsonl train2017.txt trainSet.tsv "

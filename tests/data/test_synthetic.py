@@ -7,9 +7,8 @@ import torch
 from data import dataset
 from data.synthetic.base import Shape
 from lion.samples.labels import UNLABELLED
+from tests.helpers import refused
 from tools.compose import build_data, resolve
-
-from .helpers import refused
 
 RECIPES = ("recall_softmax", "selective_copy_softmax")
 SMALL = "data.samples=60 data.held_out=20 data.length=24 data.items=[2,5] data.shapes=[40x7]".split()

@@ -31,12 +31,12 @@ from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
-from tests.helpers import ROOT, assert_equal, here, printed, read_json, refuse, trained
+from tests.helpers import ROOT, assert_equal, here, printed, read_json, refusal, refuse, refused, trained
 from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve
 
-from .helpers import GONE, edit_manifest, opened, refusal, refused, samples_of, tokens_of
+from .helpers import GONE, edit_manifest, opened, samples_of, tokens_of
 
 SHARED = Path(os.environ.get("LION_SHARED", ROOT.parent / "shared")) / "data"
 WORDS = "lion reads text in both directions at once , the mask decays and the sum is kept é ü 日本".split()

@@ -15,7 +15,7 @@ import torch
 from lion.config import ConfigError
 from lion.samples.base import Splits
 from lion.trainer.runtime import together
-from tests.helpers import ROOT, tiny_recipe
+from tests.helpers import ROOT, refused, tiny_recipe
 from tests.processes import in_processes
 from tools import agreement
 from tools.agreement import check_agreement, check_data_agreement, fingerprint
@@ -84,8 +84,7 @@ def test_the_first_process_alone_says_what_is_wrong_anywhere(tmp_path):
 
 def test_one_process_returns_or_raises():
     assert together(lambda: 3) == 3
-    with pytest.raises(ConfigError, match="typo"):
-        together(lambda: refuse("typo"))
+    refused("typo", together, lambda: refuse("typo"))
 
 
 REFUSED = """

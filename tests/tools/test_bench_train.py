@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lion.config import ConfigError
 from lion.layers.mixers import Attention
-from tests.helpers import ROOT, assert_in, column, here, printed, read_json, refuse
+from tests.helpers import ROOT, assert_in, column, here, printed, read_json, refuse, refused
 from tools.bench import train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step
@@ -60,8 +59,7 @@ def test_softmax_and_the_floor_stand_beside_the_recipes():
         assert task.info.size == (32, 32)
     job = job_of(JOB, recipes=("dit_cifar10_softmax_patch4",))
     assert list(train.models(job)) == ["softmax", train.FLOOR]  # labels include the patch size
-    with pytest.raises(ConfigError, match="patches of 8 x 8"):
-        train.models(job_of(job, recipes=(*job.recipes, "dit_cifar10_softmax_patch8")))
+    refused("patches of 8 x 8", train.models, job_of(job, recipes=(*job.recipes, "dit_cifar10_softmax_patch8")))
 
 
 def vit_row(mixer, shape="dim 384, depth 12, 6 heads, patches of 16 x 16", size=224, model="vit"):

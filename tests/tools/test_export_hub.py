@@ -18,14 +18,13 @@ import transformers
 import lion
 from data.text.tokenizers import make_tokenizer
 from data.vision.digits import INFO, Digits
-from lion.config import ConfigError
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.transformers import LionForCausalLM
-from tests.helpers import assert_equal, assert_in, here, printed, read_json, refuse, state_of, tiny_recipe
+from tests.helpers import assert_equal, assert_in, here, printed, read_json, refuse, refused, state_of, tiny_recipe
 from tests.tools.untrained import text_info, untrained
 from tools.compose import describe_data, make_task, resolve
 from tools.export.hub import image_processor
@@ -228,8 +227,7 @@ def test_prompts_are_tokenised_as_by_generate(tmp_path, monkeypatch):
 def test_a_crop_that_no_image_processor_has_is_refused():
     info = ImageInfo((8, 12), 1, ("a", "b"), (0.5,), (0.5,))
     assert image_processor(info, {"pad": 2})["size"] == {"height": 8, "width": 12}
-    with pytest.raises(ConfigError, match="transformers has no image processor that crops to 8 x 12 px"):
-        image_processor(info, {"crop": 0.875})
+    refused("transformers has no image processor that crops to 8 x 12 px", image_processor, info, {"crop": 0.875})
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ import torch
 import yaml
 from scipy import stats
 
-from lion.config import ConfigError, build, changed
-from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, read_json, refuse, tiny_recipe
+from lion.config import build, changed
+from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, read_json, refuse, refused, tiny_recipe
 from tests.tools.queues import command_here
 from tools import claims, jobs, paper
 from tools import statistics as ours
@@ -215,8 +215,7 @@ def test_a_table_with_errors_is_refused(tmp_path, change, message):
     good = {"title": "T", "order": 1, "columns": ["top-1"], "rows": {"a": {}, "b": {}}}
     path = tmp_path / "t.yaml"
     path.write_text(yaml.safe_dump(good | change))
-    with pytest.raises(ConfigError, match=message):
-        tables.read_table(path)
+    refused(message, tables.read_table, path)
 
 
 # the page
@@ -746,8 +745,7 @@ def test_tables_have_the_names_of_the_papers():
     assert len(arena) == 6
     assert arena == tables.choose(known, ["LION, Table 5"])
     for name in ("Table", "", "lion-161", "Table 99", "recall 2"):
-        with pytest.raises(ConfigError, match="unknown table"):
-            tables.choose(known, [name])
+        refused("unknown table", tables.choose, known, [name])
 
 
 @pytest.mark.slow

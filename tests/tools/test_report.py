@@ -10,11 +10,10 @@ import statistics
 import pytest
 
 import data
-from lion.config import ConfigError
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, refused, tiny_recipe, trained
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load
@@ -205,12 +204,10 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
     for name, text in (("environment.json", "[1]"), ("summary.json", '{"value": "x", "split": "test"}')):
         whole = (run / name).read_text()
         (run / name).write_text(text)
-        with pytest.raises(ConfigError, match="run: its metrics cannot be read"):
-            load(str(run))
+        refused("run: its metrics cannot be read", load, str(run))
         (run / name).write_text(whole)
     file.write_text("\n".join(lines[: len(lines) // 2]))
-    with pytest.raises(ConfigError, match=r"run: stopped at step \d+, finish its training first"):
-        load(str(run))
+    refused(r"run: stopped at step \d+, finish its training first", load, str(run))
 
 
 @pytest.mark.slow
@@ -271,12 +268,10 @@ def test_what_cannot_be_compared(runs, tmp_path, capsys):
     assert "they differ in trainer.steps" in line
     copy = shutil.copytree(runs / "softmax0", tmp_path / "copy")
     one, other = of(runs, "softmax")
-    with pytest.raises(ConfigError, match="a second run of 'softmax' with seed 0"):
-        group([one, load(str(copy))])
+    refused("a second run of 'softmax' with seed 0", group, [one, load(str(copy))])
     other = other._replace(info=dataclasses.replace(other.info, classes=other.info.classes[:9]))
     said = r"not comparable, .*softmax0 was trained on other data: number of classes was 10, and"
-    with pytest.raises(ConfigError, match=said):
-        group([one, other])
+    refused(said, group, [one, other])
     for text, said in (("", "not validated yet"), ("{", "its metrics cannot be read")):
         (copy / "metrics.jsonl").write_text(text)
         assert said in refuse(capsys, "report", copy, *out)

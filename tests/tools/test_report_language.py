@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from lion.config import ConfigError
-from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, tiny_recipe, trained
+from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, refused, tiny_recipe, trained
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table
@@ -80,8 +79,7 @@ def test_padding_does_not_count_as_speed(runs):
 @pytest.mark.slow
 def test_layouts_judged_by_their_own_samples_do_not_compare(tmp_path):
     own = [small_run(tmp_path, name, LAYOUTS[name], held_out="eval_pack: null") for name in ("packed", "padded")]
-    with pytest.raises(ConfigError, match=r"they differ in data\.pack"):
-        grouped(own)
+    refused(r"they differ in data\.pack", grouped, own)
 
 
 @pytest.mark.slow
@@ -196,5 +194,4 @@ def test_a_run_limited_by_time_reports_its_tokens(tmp_path):
     assert here("report", run, "--out", tmp_path, "--name", "timed") == 0
     assert "0.002min of training in batches of 2 to 4, reached after 60%" in (tmp_path / "timed.md").read_text()
     (run / "metrics.jsonl").write_text(text.replace(f'"seconds": {last["seconds"]}', '"seconds": 0.01'))
-    with pytest.raises(ConfigError, match=r"stopped at step \d+, finish its training first"):
-        load(str(run))
+    refused(r"stopped at step \d+, finish its training first", load, str(run))

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from lion.config import ConfigError
-from tests.helpers import ROOT, column, read_json
+from tests.helpers import ROOT, column, read_json, refused
 from tools.bench.clock import ClockReport
 from tools.bench.generate import GenerateReport
 from tools.bench.gpu import GpuReport
@@ -32,8 +31,7 @@ def test_rows_grow_and_are_replaced(tmp_path):
     assert again.commands(again.rows.values()) == "- 2026-01-02, torch 2: `c`\n- 2026-01-03, torch 2: `c`"
     assert not Store(path, rows=("a",)).load(fresh=True).rows
     for other in ({"rows": ("a", "c")}, {"rows": key, "notes": ("a",)}):
-        with pytest.raises(ConfigError, match="not a report of this command"):
-            Store(path, **other).load()
+        refused("not a report of this command", Store(path, **other).load)
     later = Store(path, later=("c",), rows=("a", "c")).load()
     assert set(later.rows) == {(1, None), (2, None)}
     assert [len(rows) for rows in later.groups(("c",))] == [2]
