@@ -43,7 +43,7 @@ from lion.samples.base import Info
 from lion.samples.images import ImageInfo, numbered
 from lion.tasks import TASKS
 from lion.tasks.image_classification import ImageClassification
-from tests.helpers import assert_equal, picture, pictures, refuse, refused, tiny_recipe
+from tests.helpers import assert_equal, column, picture, pictures, refuse, refused, tiny_recipe
 from tools.compose import describe_data, resolve
 
 from .helpers import counts, opened, samples_of
@@ -85,7 +85,7 @@ def test_digits_are_real_and_split_once():
     indices = [part.indices for part in splits[:3]]
     assert sorted(i for part in indices for i in part) == list(range(1797))
     assert indices == [part.indices for part in make("digits")[:3]]
-    images = torch.stack([splits.train[i]["image"] for i in range(1078)])
+    images = torch.stack(column(samples_of(splits.train), "image"))
     assert images.dtype == torch.uint8
     pixels = (images / 255 - splits.info.mean[0]) / splits.info.std[0]
     assert pixels.shape == (1078, 1, 8, 8) and abs(pixels.mean()) < 0.02 and abs(pixels.std() - 1) < 0.02
@@ -213,13 +213,14 @@ def test_images_that_stay_on_the_device(tmp_path):
     assert kept.info == plain.info and counts(kept)[:2] == [5, 2]
     assert_equal(samples_of(kept.val), samples_of(plain.val))
     batch = kept.val.batch([1, 0, 1], "cpu")
-    assert torch.equal(batch["image"], torch.stack([plain.val[i]["image"] for i in (1, 0, 1)]))
-    assert batch["label"].tolist() == [1, 0, 1] and batch["image"].dtype == torch.uint8
+    assert_equal(batch["image"], torch.stack([plain.val[i]["image"] for i in (1, 0, 1)]))
+    assert batch["label"].tolist() == [1, 0, 1]
 
     def draw(seed, indices):
         return kept.train.batch(indices, "cpu", torch.Generator().manual_seed(seed))["image"]
 
-    assert torch.equal(draw(1, [0, 1, 2]), draw(1, [0, 1, 2])) and not torch.equal(draw(1, [0] * 9), draw(2, [0] * 9))
+    assert_equal(draw(1, [0] * 9), draw(1, [0] * 9))
+    assert not torch.equal(draw(1, [0] * 9), draw(2, [0] * 9))
     whole = F.pad(kept.train.pixels[4], (3, 3, 3, 3))
     seen = set()
     for image in draw(0, [4] * 300):
@@ -472,12 +473,12 @@ def test_idx_files(tmp_path, name, inner):
 
 @pytest.mark.parametrize("name, classes", [("cifar10", 10), ("cifar100", 100)])
 def test_cifar_as_torchvision_reads_it(tmp_path, monkeypatch, name, classes):
-    kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[name]
+    kind = getattr(torchvision.datasets, name.upper())
     rng, base = np.random.default_rng(0), tmp_path / kind.base_folder
     base.mkdir()
-    label = "labels" if name == "cifar10" else "fine_labels"
     for file, n in {"data_batch_1": 6, "test_batch": 4, "train": 6, "test": 4}.items():
-        rows = {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), label: list(range(n))}
+        labels = list(range(n))
+        rows = {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": labels, "fine_labels": labels}
         (base / file).write_bytes(pickle.dumps(rows))
     (base / kind.meta["filename"]).write_bytes(pickle.dumps({kind.meta["key"]: [f"c{i}" for i in range(classes)]}))
     # it compares checksums of the real files
@@ -609,7 +610,10 @@ def test_hf_configurations_of_a_clone(tmp_path):
     for subset in (None, "fold3"):
         refused(r"data\.subset: .* has (fold1, fold2|no folder 'fold3')", hub, tmp_path, subset=subset)
     refused(r"data\.subset: .*fold1 has no folder 'fold1', leave it null", hub, tmp_path / "fold1", subset="fold1")
-    splits = {
+
+
+def test_splits_and_configurations_by_names_of_files():
+    for file, split in {
         "train.parquet": "train",
         "data/train-00000-of-00002.parquet": "train",
         "train_sft-00000-of-00001.parquet": "train_sft",
@@ -617,12 +621,10 @@ def test_hf_configurations_of_a_clone(tmp_path):
         "train-part-00000-of-00002.jsonl": "train",
         "default/test/0000.parquet": "test",
         "notes.txt": None,
-    }
-    assert {file: split_of(Path(file)) for file in splits} == splits
-    root, files = (
-        Path("root"),
-        [Path(name) for name in ("README.md", "de/train.jsonl", "en/test.jsonl", "en/train.jsonl")],
-    )
+    }.items():
+        assert split_of(Path(file)) == split, file
+    root = Path("root")
+    files = list(map(Path, "README.md de/train.jsonl en/test.jsonl en/train.jsonl".split()))
     assert configuration(root, files, "train", None) == (root, files)
     clone = [Path("data/train-00000-of-00001.parquet"), Path("scripts/train.py")]
     assert configuration(root, clone, "train", "default") == (root, clone)

@@ -819,66 +819,69 @@ def parquet(file, texts):
 EMPTY = io.BytesIO()
 parquet(EMPTY, [])
 NO_ROWS = EMPTY.getvalue()
-TWO = {"a.txt": "a\nb"}
-ONE_FILE = {"path": "texts/a.txt"}
+EMPTY_TEXT = "no tokens, the text is empty"
+
+
+def check_bad_text(tmp_path, message, **settings):
+    values = {"path": tmp_path / "texts", "document": "line", "tokenizer": "bytes", **settings}
+    refused(message, lambda: text_set(tmp_path, **values).prepare())
+    if message.startswith("no t"):
+        assert [path.suffix for path in (tmp_path / "root").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
-    "files, settings, message",
+    "name, content, message",
     [
-        ({"a.txt": " \n\n"}, {}, "no tokens, the text is empty"),
-        ({"a.txt": " \n\n"}, {"split": "tail"}, "no tokens, the text is empty"),
-        ({"a.txt": " \n\n"}, {"tokenizer": "characters"}, "no text to take the characters from"),
-        ({"a.txt": ""}, {}, "no tokens"),
-        (TWO, {"tokenizer": "./nothing"}, "data.tokenizer: no file or folder ./nothing"),
-        (
-            {**TWO, "v.txt": "a\nb"},
-            {**ONE_FILE, "tokenizer": "./texts/v.txt"},
-            r"v.txt cannot be read \(not a WordPiece vocabulary",
-        ),
-        (
-            {**TWO, "v.json": "{}"},
-            {**ONE_FILE, "tokenizer": "./texts/v.json"},
-            "data.tokenizer: .*v.json cannot be read",
-        ),
-        (
-            TWO,
-            {**ONE_FILE, "tokenizer": "./texts"},
-            r"data.tokenizer: .*texts holds none of tokenizer.json, vocab.txt, vocab.json",
-        ),
-        (TWO, {"path": "nowhere.txt"}, "data.path: no file or folder .*nowhere.txt"),
-        (TWO, {"path": None}, "data.path: missing"),
-        ({"a.txt": b"caf\xe9 \nand\n"}, {}, r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
-        ({"a.jsonl": "{}\n"}, {}, "a.jsonl: no column holds text: the first row is empty"),
-        ({"a.jsonl": '{"a": "x", "b": "y"}\n'}, {}, "more than one of a, b"),
-        ({"a.jsonl": "{no\n"}, {}, "a.jsonl: not JSON lines"),
-        ({"a.jsonl": '["x"]\n'}, {}, "not a JSON object"),
-        (
-            {"a.jsonl": '{"text": "a"}\n\n{"text": "b\n{"text": "c"}'},
-            {},
-            """a.jsonl: not JSON lines.*{"text": "b'""",
-        ),
-        ({"a.jsonl": '{"text": "a"}\n{"txt": "b"}\n'}, {}, """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
-        ({"a.jsonl": '{"text": null}\n', "b.jsonl": '{"text": null}'}, {}, "no tokens, the text is empty"),
-        ({"a.csv": "x"}, {}, "holds .csv; expected .txt"),
-        ({"a.parquet": "x"}, {}, "texts' cannot be read"),
-        ({"a.parquet": NO_ROWS}, {}, "data.path: '.*texts' has no rows"),
-        (TWO, {"column": "body"}, "data.column: 'body', but .*a.txt is plain text, without columns"),
-        ({}, {}, "holds nothing; expected .txt"),
-        (TWO, {"pack": "rows"}, "data.pack"),
-        (TWO, {"document": "word"}, "data.document"),
+        ("a.txt", b" \n\n", EMPTY_TEXT),
+        ("a.txt", b"", EMPTY_TEXT),
+        ("a.txt", b"caf\xe9 \nand\n", r"a.txt: not UTF-8 text, byte 3 is 0xe9 \(.*\); convert it with iconv"),
+        ("a.jsonl", b"{}\n", "a.jsonl: no column holds text: the first row is empty"),
+        ("a.jsonl", b'{"a": "x", "b": "y"}\n', "more than one of a, b"),
+        ("a.jsonl", b"{no\n", "a.jsonl: not JSON lines"),
+        ("a.jsonl", b'["x"]\n', "not a JSON object"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b\n{"text": "c"}', """a.jsonl: not JSON lines.*{"text": "b'"""),
+        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', """a.jsonl: no column 'text' in '{"txt": "b"}'"""),
+        ("a.csv", b"x", "holds .csv; expected .txt"),
+        ("a.parquet", b"x", "texts' cannot be read"),
+        ("a.parquet", NO_ROWS, "data.path: '.*texts' has no rows"),
     ],
 )
-def test_bad_text_is_refused_and_leaves_nothing_behind(files, settings, message, tmp_path, monkeypatch):
+def test_bad_text_is_refused_and_leaves_nothing_behind(name, content, message, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_bytes(content)
+    check_bad_text(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"tokenizer": "./nothing"}, "data.tokenizer: no file or folder ./nothing"),
+        ({"tokenizer": "./own/v.txt"}, r"v.txt cannot be read \(not a WordPiece vocabulary"),
+        ({"tokenizer": "./own/v.json"}, "data.tokenizer: .*v.json cannot be read"),
+        ({"tokenizer": "./own"}, r"data.tokenizer: .*own holds none of tokenizer.json, vocab.txt, vocab.json"),
+        ({"path": "nowhere.txt"}, "data.path: no file or folder .*nowhere.txt"),
+        ({"path": None}, "data.path: missing"),
+        ({"path": "nulls"}, EMPTY_TEXT),
+        ({"path": "blank", "split": "tail"}, EMPTY_TEXT),
+        ({"path": "blank", "tokenizer": "characters"}, "no text to take the characters from"),
+        ({"path": "nothing"}, "holds nothing; expected .txt"),
+        ({"column": "body"}, "data.column: 'body', but .*a.txt is plain text, without columns"),
+        ({"pack": "rows"}, "data.pack"),
+        ({"document": "word"}, "data.document"),
+    ],
+)
+def test_settings_that_do_not_fit_a_text(settings, message, tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", f"{tmp_path}/none")
     monkeypatch.chdir(tmp_path)
-    Path("texts").mkdir()
-    for name, content in files.items():
-        Path("texts", name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    values = {"path": "texts", "document": "line", "tokenizer": "bytes", **settings}
-    refused(message, lambda: text_set(tmp_path, **values).prepare())
-    if message.startswith("no t"):
-        assert [path.suffix for path in Path("root").iterdir()] == [".lock"]
+    for folder in ("texts", "own", "blank", "nulls", "nothing"):
+        Path(folder).mkdir()
+    for name in ("texts/a.txt", "own/v.txt"):
+        Path(name).write_text("a\nb")
+    for name in ("nulls/a.jsonl", "nulls/b.jsonl"):
+        Path(name).write_text('{"text": null}\n')
+    Path("own/v.json").write_text("{}")
+    Path("blank/a.txt").write_text(" \n\n")
+    check_bad_text(tmp_path, message, **settings)
 
 
 def test_a_damaged_token_file_is_refused(tmp_path, capsys):
