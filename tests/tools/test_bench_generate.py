@@ -92,16 +92,11 @@ def test_what_is_timed_is_what_generation_does(mixer, mode):
 
 
 def test_what_cannot_be_measured(capsys):
-    known = "shakespeare_char_lion_s"
-    for recipes, messages in (
-        (
-            [known, "gpt2_small_lion_s"],
-            ["dim 768, depth 12, 12 heads, vocabulary 50,257; shakespeare_char_lion_s has dim 128"],
-        ),
-        ([known, known], ["shakespeare_char_lion_s: a second lion_s; omit one"]),
-        (["shakespeare_char_lion"], ["'shakespeare_char_lion'", "no recipe of that name either"]),
-        (["quickstart"], ["does not generate text"]),
-    ):
-        line = refuse(capsys, "bench", "generate", *recipes, "--eager")
-        for message in messages:
-            assert message in line
+    for recipes, message in {
+        "shakespeare_char_lion_s gpt2_small_lion_s": "dim 768, depth 12, 12 heads, vocabulary 50,257; "
+        "shakespeare_char_lion_s has dim 128",
+        "shakespeare_char_lion_s shakespeare_char_lion_s": "shakespeare_char_lion_s: a second lion_s; omit one",
+        "shakespeare_char_lion": "no recipe of that name either: shakespeare_char_lion: no such recipe",
+        "quickstart": "does not generate text",
+    }.items():
+        assert message in refuse(capsys, "bench", "generate", *recipes.split(), "--eager")

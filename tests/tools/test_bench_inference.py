@@ -284,21 +284,16 @@ def test_a_metric_needs_the_data_before_anything_is_measured(run, photos, capsys
 
 def test_refusals(run, tmp_path, capsys):
     plain = tiny_recipe(tmp_path, "plain", model={"mixer": "softmax"})
-    for argv, message in (
-        ([run, "--sizes", "11"], "--sizes: 11 px does not suit the run's model, nearest: 12"),
-        ([tmp_path / "none"], "no recipe.yaml"),
-        ([run, "--sizes", "8,x"], "--sizes: expected a whole number"),
-        (
-            [run, "--against", "gpt2_tiny_softmax"],
-            "--against: expected a recipe of model 'vit' with softmax, gpt2_tiny_softmax has 'gpt' with softmax",
-        ),
-        ([run, "--against", "deit_tiny_softmax"], "model.patch_size: 16 does not divide image height 8"),
-        (
-            [plain, "--against", "deit_tiny_softmax"],
-            "plain.yaml is softmax itself, measure deit_tiny_softmax in a call of its own",
-        ),
-    ):
-        assert message in refuse(capsys, "bench", "inference", *argv)
+    for words, message in {
+        f"{run} --sizes 11": "--sizes: 11 px does not suit the run's model, nearest: 12",
+        f"{tmp_path}/none": "no recipe.yaml",
+        f"{run} --sizes 8,x": "--sizes: expected a whole number",
+        f"{run} --against gpt2_tiny_softmax": "--against: expected a recipe of model 'vit' with softmax, "
+        "gpt2_tiny_softmax has 'gpt' with softmax",
+        f"{run} --against deit_tiny_softmax": "model.patch_size: 16 does not divide image height 8",
+        f"{plain} --against deit_tiny_softmax": "plain.yaml is softmax itself, measure deit_tiny_softmax in a call",
+    }.items():
+        assert message in refuse(capsys, "bench", "inference", *words.split())
 
 
 def test_softmax_may_be_a_recipe_of_another_shape(run, tmp_path):

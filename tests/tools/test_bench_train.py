@@ -227,24 +227,17 @@ def test_the_train_command(tmp_path, in_this_process, capsys):
 
 
 def test_models_must_be_alike(capsys):
-    tiny, small = (ROOT / f"recipes/deit_{size}_lion_s.yaml" for size in ("tiny", "small"))
-    twins = [ROOT / f"recipes/cifar100/cifar100_lion_s{more}.yaml" for more in ("", "_multiscan")]
-    for argv, message in (
-        ([tiny, small], "dim 384, depth 12, 6 heads"),
-        (["recipes/deit_tiny_lion_x.yaml"], "no such file"),
-        ([tiny, "--against", "lightnet_none"], "no such recipe"),
-        ([tiny, "--size", "30"], "model.patch_size: 16 does not divide image height 30"),
-        (
-            [*twins, "--set", "model.attention.scans=[row_major]"],
-            "cifar100_lion_s_multiscan.yaml: a second lion_s with the same timed settings",
-        ),
-        (["mlm_tiny_softmax", "--plain", "--set", "data.length=65"], "--plain: only a GPT without dropout"),
-        (
-            ["shakespeare_char_softmax", "--plain", "--set", "data.length=65", "model.dropout=0.1"],
-            "--plain: only a GPT without dropout",
-        ),
-    ):
-        assert message in refuse(capsys, "bench", "train", "--eager", *argv)
+    for words, message in {
+        "deit_tiny_lion_s deit_small_lion_s": "dim 384, depth 12, 6 heads",
+        "recipes/deit_tiny_lion_x.yaml": "no such file",
+        "deit_tiny_lion_s --against lightnet_none": "no such recipe",
+        "deit_tiny_lion_s --size 30": "model.patch_size: 16 does not divide image height 30",
+        "cifar100_lion_s cifar100_lion_s_multiscan --set model.attention.scans=[row_major]": "cifar100_lion_s_multiscan"
+        ": a second lion_s with the same timed settings",
+        "mlm_tiny_softmax --plain --set data.length=65": "--plain: only a GPT without dropout",
+        "shakespeare_char_softmax --plain --set data.length=65 model.dropout=0.1": "only a GPT without dropout",
+    }.items():
+        assert message in refuse(capsys, "bench", "train", "--eager", *words.split())
     assert "unknown command 'bench op', did you mean 'bench ops'" in refuse(capsys, "bench", "op")
 
 

@@ -102,11 +102,11 @@ def test_one_benchmark_at_a_time_uses_a_gpu(tmp_path, monkeypatch):
 
 def test_what_it_refuses(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for argv, message in (
-        (["lion_q"], "unknown mixer 'lion_q', did you mean 'lion_s'"),
-        (["--form", "half"], "--form: invalid choice: 'half'"),
-        (["lion_s"], "no GPU found; ./run.sh bench gpu estimates without one"),
-    ):
-        assert message in refuse(capsys, "bench", "gpu", "--clock", *argv)
-    assert "--target: belongs to estimates" in refuse(capsys, "bench", "gpu", "--clock", "--target", "a100")
-    assert "--kernels: nothing is timed, add --clock" in refuse(capsys, "bench", "gpu", "--kernels", "triton")
+    for words, message in {
+        "--clock lion_q": "unknown mixer 'lion_q', did you mean 'lion_s'",
+        "--clock --form half": "--form: invalid choice: 'half'",
+        "--clock lion_s": "no GPU found; ./run.sh bench gpu estimates without one",
+        "--clock --target a100": "--target: belongs to estimates",
+        "--kernels triton": "--kernels: nothing is timed, add --clock",
+    }.items():
+        assert message in refuse(capsys, "bench", "gpu", *words.split())

@@ -186,12 +186,12 @@ def test_eval_predict_and_load(quickstart, tmp_path, capsys):
     (record,) = read_json(tmp_path / "found.json")
     assert record["top 1"] == rows[2]["top 1"]
     (tmp_path / "none").mkdir()
-    for words, message in (
-        ([tmp_path / "none"], "is a folder without pictures"),
-        ([f"{tmp_path}/*.jpg"], "no file matches"),
-        ([files[0], "--out", "found.txt"], "--out: expected a name that ends in .csv or .json"),
-    ):
-        assert message in refuse(capsys, "predict", folder, *words)
+    for words, message in {
+        f"{tmp_path}/none": "is a folder without pictures",
+        f"{tmp_path}/*.jpg": "no file matches",
+        f"{files[0]} --out found.txt": "--out: expected a name that ends in .csv or .json",
+    }.items():
+        assert message in refuse(capsys, "predict", folder, *words.split())
     text = tmp_path / "no.png"
     text.write_text("text")
     assert "not a readable image" in refuse(capsys, "predict", folder, text)

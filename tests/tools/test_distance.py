@@ -248,7 +248,7 @@ def test_images_against_features_of_a_file(classifier, real, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real, tmp_path, capsys):
+def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real, tmp_path, capsys, monkeypatch):
     arrays = {
         "few": real[0][:19],
         "some": real[0][:30],
@@ -264,32 +264,32 @@ def test_samples_that_cannot_be_compared_are_refused(classifier, generator, real
     with open(tmp_path / "npy.npz", "wb") as file:
         np.save(file, real[0][:30])
     (tmp_path / "empty").mkdir()
-    some = tmp_path / "some.npz"
-    for args, message in (
-        ([tmp_path / "few.npz"], "few: 19 images, expected at least 20"),
-        ([tmp_path / "wide.npz"], "wide: images of 1 x 8 x 9, but the classifier"),
-        ([tmp_path / "labels.npz"], "holds neither uint8 images (N, channels, height, width) nor features"),
-        ([tmp_path / "bad.npz"], "bad.npz: not a readable array"),
-        ([tmp_path / "npy.npz"], "npy.npz: not a readable array"),
-        ([tmp_path / "empty"], "empty: no images in this folder"),
-        ([tmp_path / "none.npz"], "none.npz: expected a run, a folder of images or FILE.npz"),
-        ([some, f"data.root={tmp_path}", "data.workers=x"], "data.workers"),
-        ([some, "--reference", some, "data.workers=0"], "data.workers=0: no data set is read"),
-        ([some, "--keep", tmp_path], "some.npz is not a run, nothing is generated"),
-        ([some, "--steps", 7], "--steps: "),
-        ([some, "--raw"], "some.npz is not a run, nothing is generated"),
-        ([some, "--samples", 5], "--samples: expected at least 20, got 5"),
-        ([classifier], "task 'image_classification' generates no images, expected a run of diffusion"),
-        ([generator, "--steps", 2000, "--samples", 20], "--steps: expected 1 to 1000, got 2000"),
-        ([some, "--out", tmp_path / "no/d.json"], "--out: no folder"),
-    ):
-        assert message in refuse(capsys, "distance", "--features", classifier, *args), message
-    for args, message in (
-        ([some, "--reference", some], "--features: missing"),
-        ([some, "--features", tmp_path / "bad.pt", "--reference", some], "bad.pt is not a TorchScript module"),
-        ([some, "--features", tmp_path / "bad.pt"], "bad.pt is not a TorchScript module"),
-        ([some, "--features", generator], "is of task 'diffusion', expected a classifier"),
-        ([tmp_path / "a.npz", "--reference", tmp_path / "b.npz"], "a: 4 features per image, but the reference has 5"),
-        ([tmp_path / "a.npz"], "there is no run whose data could be used"),
-    ):
-        assert message in refuse(capsys, "distance", *args), message
+    monkeypatch.chdir(tmp_path)
+    for words, message in {
+        "few.npz": "few: 19 images, expected at least 20",
+        "wide.npz": "wide: images of 1 x 8 x 9, but the classifier",
+        "labels.npz": "holds neither uint8 images (N, channels, height, width) nor features",
+        "bad.npz": "bad.npz: not a readable array",
+        "npy.npz": "npy.npz: not a readable array",
+        "empty": "empty: no images in this folder",
+        "none.npz": "none.npz: expected a run, a folder of images or FILE.npz",
+        "some.npz data.root=. data.workers=x": "data.workers",
+        "some.npz --reference some.npz data.workers=0": "data.workers=0: no data set is read",
+        "some.npz --keep .": "some.npz is not a run, nothing is generated",
+        "some.npz --steps 7": "--steps: ",
+        "some.npz --raw": "some.npz is not a run, nothing is generated",
+        "some.npz --samples 5": "--samples: expected at least 20, got 5",
+        f"{classifier}": "task 'image_classification' generates no images, expected a run of diffusion",
+        f"{generator} --steps 2000 --samples 20": "--steps: expected 1 to 1000, got 2000",
+        "some.npz --out no/d.json": "--out: no folder",
+    }.items():
+        assert message in refuse(capsys, "distance", "--features", classifier, *words.split()), message
+    for words, message in {
+        "some.npz --reference some.npz": "--features: missing",
+        "some.npz --features bad.pt --reference some.npz": "bad.pt is not a TorchScript module",
+        "some.npz --features bad.pt": "bad.pt is not a TorchScript module",
+        f"some.npz --features {generator}": "is of task 'diffusion', expected a classifier",
+        "a.npz --reference b.npz": "a: 4 features per image, but the reference has 5",
+        "a.npz": "there is no run whose data could be used",
+    }.items():
+        assert message in refuse(capsys, "distance", *words.split()), message

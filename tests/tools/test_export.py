@@ -381,34 +381,29 @@ class SimpleTask:
         self.token_types = token_types
 
 
-BAD = [  # run, name of the file, options, expected message
-    ("text", "a.pt2", "onnx", "expected a name that ends with .onnx"),
-    ("text", "a.onnx", "hub", "writes a folder; add --format onnx"),
-    ("text", "a.pt2", "hub", "writes a folder; add --format pt2 or aoti"),
-    ("images", "a.pt2", "pt2 --length 3", "its inputs have one size"),
-    ("softmax", "a.pt2", "pt2 --length 33", "its model has 32 position embeddings, got 33"),
-    ("softmax", "a", "hub --length 3", "--length: not for --format hub"),
-    ("softmax", "a", "hub --step", "--step: not for --format hub"),
-    ("tpe", "a.pt2", "pt2 --step", "only a model of task 'causal_lm' continues from a state, not 'masked_lm'"),
-    (
-        "noise",
-        "a",
-        "hub",
-        "no class for 'dit', because transformers has none for diffusion; ./run.sh export --format pt2",
-    ),
-    ("pixels", "file/a.pt2", "pt2", "cannot be written ("),
-    ("text", "a.pt2", "aoti", "--format aoti compiles C++: no C++ compiler found (no-compiler); install g++, or use"),
-    ("text", "a.onnx", "onnx", "--format onnx needs onnxruntime: pip install"),
-]
+BAD = {  # run, name of the file, and options; expected message
+    "text a.pt2 onnx": "expected a name that ends with .onnx",
+    "text a.onnx hub": "writes a folder; add --format onnx",
+    "text a.pt2 hub": "writes a folder; add --format pt2 or aoti",
+    "images a.pt2 pt2 --length 3": "its inputs have one size",
+    "softmax a.pt2 pt2 --length 33": "its model has 32 position embeddings, got 33",
+    "softmax a hub --length 3": "--length: not for --format hub",
+    "softmax a hub --step": "--step: not for --format hub",
+    "tpe a.pt2 pt2 --step": "only a model of task 'causal_lm' continues from a state, not 'masked_lm'",
+    "noise a hub": "no class for 'dit', because transformers has none for diffusion; ./run.sh export --format pt2",
+    "pixels file/a.pt2 pt2": "cannot be written (",
+    "text a.pt2 aoti": "--format aoti compiles C++: no C++ compiler found (no-compiler); install g++, or use",
+    "text a.onnx onnx": "--format onnx needs onnxruntime: pip install",
+}
 
 
 def test_bad_input(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-compiler")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     (tmp_path / "file").write_text("")
-    for name, out, options, message in BAD:
-        line = refuse(capsys, "export", folder / "runs" / name, tmp_path / out, "--format", *options.split())
-        assert message in line
+    for words, message in BAD.items():
+        name, out, *options = words.split()
+        assert message in refuse(capsys, "export", folder / "runs" / name, tmp_path / out, "--format", *options)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 

@@ -9,13 +9,13 @@ from tools.compose import describe_data, make_task, resolve
 from tools.mesh import Mesh, largest, memory_of, meshes, on_mesh, time_of
 from tools.meta import Pass, count_pass
 
-SMALL = "model.dim=32 model.depth=2 model.num_heads=2 trainer.batch_size=8 trainer.micro_batch=2".split()
+SMALL = "model.dim=32 model.depth=2 model.num_heads=2 trainer.batch_size=8 trainer.micro_batch=2"
 DROPOUT = ("model.dropout", "model.attention.score_dropout")
 
 
 def described(name, *overrides):
     """Return recipe, task and number of samples of a small BERT."""
-    recipe = resolve(name, [*SMALL, *overrides])
+    recipe = resolve(name, [*SMALL.split(), *overrides])
     info, samples, _ = describe_data(recipe, look=False)
     return recipe, make_task(recipe, info), samples
 
@@ -79,7 +79,7 @@ def test_memory_and_time_of_a_gpu(bert):
 def test_show_on_a_mesh(capsys):
     assert meshes(Mesh(4, 3)) == [(4, 3), (12, 1), (6, 2), (3, 4), (2, 6)]
     more = [*(f"{name}=0.1" for name in DROPOUT), "model.depth=1", "--mesh", "2x2"]
-    out = printed(capsys, "show", "mlm_tiny_lion_s", *SMALL, *more)
+    out = printed(capsys, "show", "mlm_tiny_lion_s", *SMALL.split(), *more)
     rows = [line.split()[:2] for line in out.splitlines() if line.startswith(("2x2", "4x1", "1x4"))]
     assert rows == [[mesh, parallel] for mesh in ("2x2", "4x1", "1x4") for parallel in ("ddp", "fsdp")]
     assert_in(
@@ -95,10 +95,10 @@ def test_show_on_a_mesh(capsys):
 
 
 def test_meshes_that_are_none(capsys):
-    for argv, message in (
-        (["quickstart", "--mesh", "8"], "--mesh: expected DATAxSEQUENCE such as 8x4, got '8'"),
-        (["dit_tiny_lightnet", "--mesh", "2x2"], "model.name: DiT does not split"),
-        (["mlm_tiny_lion_s", *SMALL, "--mesh", "16x1"], "cannot be divided evenly among 16"),
-        (["quickstart", "--mesh", "4x2", "--processes", 2], "--processes: a mesh has 8, leave it out"),
-    ):
-        assert message in refuse(capsys, "show", *argv)
+    for words, message in {
+        "quickstart --mesh 8": "--mesh: expected DATAxSEQUENCE such as 8x4, got '8'",
+        "dit_tiny_lightnet --mesh 2x2": "model.name: DiT does not split",
+        f"mlm_tiny_lion_s {SMALL} --mesh 16x1": "cannot be divided evenly among 16",
+        "quickstart --mesh 4x2 --processes 2": "--processes: a mesh has 8, leave it out",
+    }.items():
+        assert message in refuse(capsys, "show", *words.split())

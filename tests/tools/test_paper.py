@@ -719,13 +719,13 @@ def test_pictures_of_others_are_kept(own):
 
 def test_bad_input_is_one_line(capsys, tmp_path):
     (tmp_path / "paper.json").write_text("[]")
-    for argv, message in (
-        (["--table", "lion-161", "--dry-run"], "did you mean 'lion-16'?"),
-        (["--data", "cifar", "data.name=hf", "--dry-run"], "--data: no run reads data set 'cifar', did you mean 'cif"),
-        (["--save"], "--save: writes the estimates of --dry-run"),
-        (["--no-runs", "--out", tmp_path], "not a report"),
-    ):
-        assert message in refuse(capsys, "paper", *argv)
+    for words, message in {
+        "--table lion-161 --dry-run": "did you mean 'lion-16'?",
+        "--data cifar data.name=hf --dry-run": "--data: no run reads data set 'cifar', did you mean 'cif",
+        "--save": "--save: writes the estimates of --dry-run",
+        f"--no-runs --out {tmp_path}": "not a report",
+    }.items():
+        assert message in refuse(capsys, "paper", *words.split())
 
 
 def test_tables_have_the_names_of_the_papers():

@@ -127,12 +127,12 @@ def test_a_report_can_be_made_again_of_what_it_holds(runs, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_sections_that_are_none(runs, capsys):
-    for argv, message in (
-        ([], "expected runs, --section TITLE RUN"),
-        (["--section", "Packing"], "expected a title and runs, got 'Packing' alone"),
-        (["--section", "A", runs[0], "--section", "A", runs[1]], "duplicate title 'A'"),
-    ):
-        assert message in refuse(capsys, "report", *argv)
+    for words, message in {
+        "": "expected runs, --section TITLE RUN",
+        "--section Packing": "expected a title and runs, got 'Packing' alone",
+        f"--section A {runs[0]} --section A {runs[1]}": "duplicate title 'A'",
+    }.items():
+        assert message in refuse(capsys, "report", *words.split())
 
 
 def glue_rows(scores):

@@ -95,20 +95,21 @@ def test_the_average_is_taken_where_there_is_one(run, tmp_path, capsys):
     assert (grid(capsys, *asked, "--raw")[0] == first).all()
 
 
-def test_bad_requests(run, capsys, tmp_path):
-    for option, value, message in (
-        ("--classes", "ten", "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'"),
-        ("--classes", "1,10", "--classes: unknown class '10'"),
-        ("--steps", 1001, "steps: expected 1 to 1000, got 1001"),
-        ("--out", tmp_path / "none/a.png", "no folder"),
-        ("--out", tmp_path / "a.gif", "images are written to FILE.png"),
-        ("--chunk-size", 4, "--chunk-size: add --form chunk or rnn"),
-        ("--guidance", -1, "--guidance"),
-        ("--eta", 2, "--eta"),
-        ("--count", 0, "--count"),
-        ("--form", "fast", "--form"),
-    ):
-        assert message in refuse(capsys, "sample", run, option, value)
+def test_bad_requests(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, message in {
+        "--classes ten": "--classes: unknown class 'ten', valid: 0 to 9, or names such as '0'",
+        "--classes 1,10": "--classes: unknown class '10'",
+        "--steps 1001": "steps: expected 1 to 1000, got 1001",
+        "--out none/a.png": "no folder",
+        "--out a.gif": "images are written to FILE.png",
+        "--chunk-size 4": "--chunk-size: add --form chunk or rnn",
+        "--guidance -1": "--guidance",
+        "--eta 2": "--eta",
+        "--count 0": "--count",
+        "--form fast": "--form",
+    }.items():
+        assert message in refuse(capsys, "sample", run, *words.split())
 
 
 def test_a_run_that_makes_nothing(tmp_path, capsys):
