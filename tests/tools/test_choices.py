@@ -175,7 +175,7 @@ def test_a_bad_line_is_named(runs, tmp_path, capsys):
 
 def test_bad_files_and_runs(runs, tmp_path, capsys, file):
     run, path = runs["softmax"], tmp_path / "bad.jsonl"
-    for text, message in ((b"\n", "holds no questions"), (b"\xff", "not UTF-8"), (b"{", "line 1: not JSON")):
+    for text, message in {b"\n": "holds no questions", b"\xff": "not UTF-8", b"{": "line 1: not JSON"}.items():
         path.write_bytes(text)
         assert message in refuse(capsys, "eval", run, "--choices", path)
     assert "No such file" in refuse(capsys, "eval", run, "--choices", tmp_path / "none.jsonl")

@@ -253,7 +253,7 @@ class Spelling:
 def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     recipe = resolve("quickstart", ["trainer.device=cpu"])
     loaded = SimpleNamespace(model=torch.nn.Linear(1, 1), task=Spelling(), folder=tmp_path, recipe=recipe)
-    for name, value in (("open_with_data", loaded), ("choose_form", None), ("open_data", Spelling())):
+    for name, value in {"open_with_data": loaded, "choose_form": None, "open_data": Spelling()}.items():
         monkeypatch.setattr(predict, name, lambda *args, value=value: value)
     (tmp_path / "recipe.yaml").touch()
     rows = []
@@ -402,15 +402,9 @@ def test_a_folder_does_not_hide_a_recipe(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_options_have_the_names_of_the_tables():
     """Check the names that the options repeat, because the tables import PyTorch."""
-    for ours, theirs in (
-        (options.FORMS, FORMS),
-        (options.MODES, MODES),
-        (options.FORMATS, FORMATS),
-        (options.GLUE_TASKS, TASKS),
-        (options.MATMUL, MATMUL),
-        (options.GPUS, TARGETS),
-    ):
-        assert list(ours) == list(theirs)
+    ours = (options.FORMS, options.MODES, options.FORMATS, options.GLUE_TASKS, options.MATMUL, options.GPUS)
+    for names, theirs in zip(ours, (FORMS, MODES, FORMATS, TASKS, MATMUL, TARGETS), strict=True):
+        assert list(names) == list(theirs)
 
 
 def test_options_are_checked_before_anything_is_loaded():
@@ -697,11 +691,11 @@ def test_bad_settings_are_refused_before_data_are_prepared(tmp_path, monkeypatch
     monkeypatch.setattr(Digits, "prepare", prepare)
     monkeypatch.setattr(Digits, "published", lambda self: (INFO, 1000))
     path = tiny_recipe(tmp_path)
-    for override, words in (
-        ("trainer.micro_batch=7", "trainer.micro_batch: 7 does not divide"),
-        ("model.patch_size=3", "model.patch_size: 3 does not divide"),
-        ("trainer.device=cuda:77", "trainer.device: 'cuda:77' is not available"),
-    ):
+    for override, words in {
+        "trainer.micro_batch=7": "trainer.micro_batch: 7 does not divide",
+        "model.patch_size=3": "model.patch_size: 3 does not divide",
+        "trainer.device=cuda:77": "trainer.device: 'cuda:77' is not available",
+    }.items():
         assert words in refuse(capsys, "train", path, override)
     monkeypatch.setattr(checks, "checkpoint_bytes", lambda *args: (2**60, 2**60))
     assert "run.root: checkpoints in" in refuse(capsys, "train", path)
@@ -781,7 +775,7 @@ def test_no_key_of_our_recipes_is_refused_before_pytorch_is_loaded():
     """Check that every setting of every section is found in the source, by the keys of all shipped recipes."""
     for path in recipe_files().values():
         check_keys(layers_of(path, []))
-    for section, settings in (("trainer", TrainerConfig), ("optim", OptimConfig), ("data", ImageFolder.Config)):
+    for section, settings in {"trainer": TrainerConfig, "optim": OptimConfig, "data": ImageFolder.Config}.items():
         assert {field.name for field in fields(settings)} <= names_in(SOURCES[section])
 
 
@@ -801,16 +795,15 @@ def test_a_run_that_will_hardly_learn_is_named(tmp_path):
         return doubts(recipe, make_plan(recipe, samples=1000, world=1))
 
     assert said() == []
-    for settings, message in (
-        (["trainer.steps=100"], "only 100 updates: set more trainer.epochs, or trainer.batch_size below 64"),
-        (["schedule.warmup=300"], "the learning rate reaches its peak after 50% of the run: set schedule.warmup=5%"),
-        (["task.mixup=0.2"], "40 epochs of mixed pictures are few: set task.mixup=0 task.cutmix=0, as recipe"),
-        (["optim.lr=1e-4", "optim.lr_batch=512"], "a peak of the learning rate of 1e-05 is too low to start from"),
-    ):
-        (line,) = said(*settings)
+    for settings, message in {
+        "trainer.steps=100": "only 100 updates: set more trainer.epochs, or trainer.batch_size below 64",
+        "schedule.warmup=300": "the learning rate reaches its peak after 50% of the run: set schedule.warmup=5%",
+        "task.mixup=0.2": "40 epochs of mixed pictures are few: set task.mixup=0 task.cutmix=0, as recipe",
+        "optim.lr=1e-4 optim.lr_batch=512": "a peak of the learning rate of 1e-05 is too low to start from",
+    }.items():
+        (line,) = said(*settings.split())
         assert line.startswith(message)
-    trained = ["init_from=somewhere", "trainer.steps=60", "optim.lr=1e-5"]
-    assert said(*trained) == []
+    assert said("init_from=somewhere", "trainer.steps=60", "optim.lr=1e-5") == []
     assert said("task.mixup=0.2", "trainer.steps=800") == []
     for name in ("deit_small_lion_s", "cifar10_mini", "quickstart", "lra_text_lion_s"):
         recipe = resolve(name)

@@ -404,7 +404,7 @@ def test_a_model_without_a_converter(tmp_path, monkeypatch, capsys):
 
 
 def test_training_on_replaces_the_converted_weights_whichever_way_is_better(tmp_path, monkeypatch):
-    for name, metric in (("falls", LOSS), ("rises", TOP1)):
+    for name, metric in {"falls": LOSS, "rises": TOP1}.items():
         monkeypatch.setattr(ImageClassification, "metrics_of", staticmethod(lambda config, metric=metric: (metric,)))
         folder = tmp_path / name
         folder.mkdir()

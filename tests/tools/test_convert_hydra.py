@@ -9,6 +9,7 @@ import lion
 from data.text.tokenizers import make_tokenizer
 from tests.helpers import printed, refuse
 from tests.layers.test_hydra import oracle
+from tests.tools.test_convert import Part
 
 TEXT = ["The capital of France is Paris.", "Ask not what your country can do for you.", "To be, or not to be: that is."]
 DIM, DEPTH, STATE, HEADS, WIDTH = 16, 2, 4, 2, 7
@@ -53,30 +54,24 @@ class Described(nn.Module):
 
     def __init__(self, vocabulary):
         super().__init__()
-
-        def block(**parts):
-            return nn.ModuleDict(parts)
-
-        embeddings = block(
+        embeddings = Part(
             word_embeddings=nn.Embedding(vocabulary, DIM),
             token_type_embeddings=nn.Embedding(2, DIM),
             LayerNorm=nn.LayerNorm(DIM, eps=1e-12),
         )
-        layers = nn.ModuleList(
-            block(layer=block(mixer=Mixer(), norm=nn.LayerNorm(DIM, eps=1e-5))) for _ in range(DEPTH)
-        )
-        self.bert = block(embeddings=embeddings, encoder=block(layer=layers))
-        transform = block(dense=nn.Linear(DIM, DIM), LayerNorm=nn.LayerNorm(DIM, eps=1e-12))
+        layers = nn.ModuleList(Part(layer=Part(mixer=Mixer(), norm=nn.LayerNorm(DIM, eps=1e-5))) for _ in range(DEPTH))
+        self.bert = Part(embeddings=embeddings, encoder=Part(layer=layers))
+        transform = Part(dense=nn.Linear(DIM, DIM), LayerNorm=nn.LayerNorm(DIM, eps=1e-12))
         decoder = nn.Linear(DIM, vocabulary)
-        decoder.weight = embeddings["word_embeddings"].weight
-        self.cls = block(predictions=block(transform=transform, decoder=decoder))
+        decoder.weight = embeddings.word_embeddings.weight
+        self.cls = Part(predictions=Part(transform=transform, decoder=decoder))
 
     def forward(self, tokens, types):
-        e, head = self.bert["embeddings"], self.cls["predictions"]
-        x = e["LayerNorm"](e["word_embeddings"](tokens) + e["token_type_embeddings"](types))
-        for part in self.bert["encoder"]["layer"]:
-            x = part["layer"]["norm"](x + part["layer"]["mixer"](x))
-        return head["decoder"](head["transform"]["LayerNorm"](F.gelu(head["transform"]["dense"](x))))
+        e, head = self.bert.embeddings, self.cls.predictions
+        x = e.LayerNorm(e.word_embeddings(tokens) + e.token_type_embeddings(types))
+        for part in self.bert.encoder.layer:
+            x = part.layer.norm(x + part.layer.mixer(x))
+        return head.decoder(head.transform.LayerNorm(F.gelu(head.transform.dense(x))))
 
 
 @pytest.fixture
@@ -117,8 +112,8 @@ def test_the_logits_are_theirs(composer, theirs, tokenizer, tmp_path, capsys):
     assert want.std() > 0.3
     worst = (ours(tokens, types=types) - want).abs().max()
     assert worst < 3e-5 * want.abs().max()  # their norms in blocks have an epsilon of 1e-5, ours 1e-12
-    for block, part in zip(ours.encoder.blocks, theirs.bert["encoder"]["layer"]):  # with equal epsilons: rounding
-        block.norm1.eps = part["layer"]["norm"].eps
+    for block, part in zip(ours.encoder.blocks, theirs.bert.encoder.layer):  # with equal epsilons: rounding
+        block.norm1.eps = part.layer.norm.eps
     assert (ours(tokens, types=types) - want).abs().max() < 1e-10 * want.abs().max()
 
 

@@ -803,7 +803,7 @@ def test_masked_language_models_are_fine_tuned(own, capsys):
 def test_a_run_without_a_full_form_is_evaluated_in_its_first(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(jobs, "start_command", lambda *argv, **_: started.append(argv))
-    for recipe, form in (("vim_tiny", "chunk"), ("deit_tiny_softmax", "full"), ("hydra_small", "full")):
+    for recipe, form in {"vim_tiny": "chunk", "deit_tiny_softmax": "full", "hydra_small": "full"}.items():
         with open(tmp_path / "log", "a") as log:
             jobs.start(jobs.Job((recipe,), resolve(recipe), None), 0, 1, log)
         assert started[-1][:4] == ("train", recipe, "--form", form)
