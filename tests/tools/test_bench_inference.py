@@ -288,6 +288,7 @@ def test_refusals(run, tmp_path, capsys):
         f"{run} --sizes 11": "--sizes: 11 px does not suit the run's model, nearest: 12",
         f"{tmp_path}/none": "no recipe.yaml",
         f"{run} --sizes 8,x": "--sizes: expected a whole number",
+        "lra_listops_softmax --sizes 2050": "--sizes: 2050 tokens does not suit the run's model, nearest: 2048",
         f"{run} --against gpt2_tiny_softmax": "--against: expected a recipe of model 'vit' with softmax, "
         "gpt2_tiny_softmax has 'gpt' with softmax",
         f"{run} --against deit_tiny_softmax": "model.patch_size: 16 does not divide image height 8",
@@ -318,19 +319,3 @@ def test_texts_longer_than_those_of_training_are_measured_without_padding():
     assert inference.build(loaded, 600, FULL)[0].info.length == 600
     (row,), _ = measured("mlm_tiny_lion_s", SOFTMAX, sizes=(128,), batch=1, seconds=0.0)
     assert row["mixer_bytes"] < row["matrix_bytes"]
-
-
-@pytest.mark.slow
-def test_texts_longer_than_the_positions_are_refused(tmp_path, capsys):
-    path = tmp_path / "listops.yaml"
-    path.write_text(f"""
-task: {{name: lra}}
-data: {{name: listops, root: {tmp_path / "made"}, workers: 1, samples: 16, min_length: 8, max_length: 30, length: 32}}
-model: {{name: lra, mixer: softmax, dim: 16, depth: 1, num_heads: 2}}
-optim: {{lr: 1e-3}}
-trainer: {{batch_size: 4, steps: 1, compile: false}}
-run: {{root: {tmp_path / "runs"}}}
-""")
-    assert here("prepare", path) == 0
-    line = refuse(capsys, "bench", "inference", trained(path), "--sizes", "40")
-    assert "--sizes: 40 tokens does not suit the run's model, nearest: 32" in line

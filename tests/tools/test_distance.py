@@ -167,28 +167,27 @@ def test_samples_of_a_run_are_made_once(classifier, generator, tmp_path, capsys,
         made.clear()
         return figures(capsys, *args)[1]
 
-    rows = rows_of(*args, "--samples", 24)
-    assert made == [([i % 10 for i in range(16)], 2, 1.0), ([i % 10 for i in range(16, 32)], 2, 1.0)]
+    some = [*args, "--samples", 24]
+    rows = rows_of(*some)
+    classes = [*range(10)] * 4
+    assert made == [(classes[:16], 2, 1.0), (classes[16:32], 2, 1.0)]
     assert rows["makes"][0] == rows["real test"][0] == 24
     other = rows_of(*common, "--batch", 7, "--samples", 24)
     assert other["makes"] == pytest.approx(rows["makes"], abs=0.03)  # for any batch size
-    assert rows_of(*args, "--samples", 24) == rows
+    assert rows_of(*some) == rows
     assert not made
-    there = rows_of(kept, "--features", classifier, "--reference", kept)["kept"]
-    assert there[:2] == [32, 32] and there[2] == pytest.approx(0, abs=1e-3), (
-        "the samples that are kept, against themselves"
-    )
+    there = rows_of(kept, "--features", classifier, "--reference", kept)["kept"]  # against themselves
+    assert there[:2] == [32, 32] and there[2] == pytest.approx(0, abs=1e-3)
     (kept / "00000016.npy").unlink()
-    assert rows_of(*args, "--samples", 24) == rows
+    assert rows_of(*some) == rows
     assert len(made) == 1
     assert rows_of(*args, "--samples", 40)["makes"][0] == 40
     assert len(made) == 1
-    line = refuse(capsys, "distance", *args, "--samples", 24, "--guidance", 2)
-    assert "holds other samples, guidance differs" in line
+    assert "holds other samples, guidance differs" in refuse(capsys, "distance", *some, "--guidance", 2)
     (kept / "samples.json").write_text("[]")
-    assert "holds other samples" in refuse(capsys, "distance", *args, "--samples", 24)
+    assert "holds other samples" in refuse(capsys, "distance", *some)
     (tmp_path / "note").touch()
-    assert "holds other files" in refuse(capsys, "distance", *args[:-1], tmp_path, "--samples", 24)
+    assert "holds other files" in refuse(capsys, "distance", *some, "--keep", tmp_path)
 
 
 @pytest.mark.slow

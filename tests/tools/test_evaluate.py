@@ -80,6 +80,10 @@ def test_processes_share_rows(run, capsys):
     assert "--processes: --lengths runs in one" in refuse(capsys, "eval", run, "--processes", 2, "--lengths", 8)
 
 
+def test_lengths_are_of_text(run, capsys):
+    assert "expected a run on text" in refuse(capsys, "eval", run, "--lengths", 16)
+
+
 def test_a_program_evaluates_a_run_on_data_of_its_own(run):
     """Check that the library gives the rows of the command, on data that are passed."""
     splits = build_data(resolve_run(run))

@@ -105,13 +105,9 @@ def close(found, expected):
 @torch.no_grad()
 def test_a_process_without_lion_runs_programs_of_torch_export(folder, capsys):
     """Run the examples of the README: logits of text and images, images from noise, and text token by token."""
-    for name, out, *options in (
-        ("text", "text.pt2"),
-        ("images", "images.pt2"),
-        ("noise", "noise.pt2"),
-        ("text", "step.pt2", "--step"),
-    ):
-        export(folder, name, out, "pt2", *options)
+    for name in ("text", "images", "noise"):
+        export(folder, name, f"{name}.pt2", "pt2")
+    export(folder, "text", "step.pt2", "pt2", "--step")
     said = capsys.readouterr().out
     assert_in(
         said,
@@ -279,15 +275,13 @@ def test_the_compiler_of_aotinductor_gets_the_graph_and_its_description(folder, 
 
     def compiled(graph, package_path, inductor_configs):
         Path(package_path).touch()
-        packages[package_path] = graph.module(), inductor_configs["aot_inductor.metadata"]
-
-    def loaded(path):
-        return packages[path][0]
+        packages[package_path] = graph.module()
+        packages["files"] = inductor_configs["aot_inductor.metadata"]
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", loaded)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", packages.get)
     assert here("export", folder / "runs/softmax", tmp_path / "a.pt2", "--format", "aoti") == 0
-    ((program, files),) = packages.values()
+    program, files = packages.values()
     assert json.loads(files["metadata.json"])["task"] == "causal_lm" and "tokenizer.json" in files
     ids, mask = ids_and_mask()
     close(program(ids, mask)[mask], model_of(folder, "softmax")(ids, mask)[mask])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from lion.runs import open_run
 from lion.samples.seeds import derive
-from tests.helpers import column, here, printed, read_json, refuse, refused, tiny_recipe, trained
+from tests.helpers import column, here, printed, read_json, refused, trained
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 
@@ -170,13 +170,6 @@ def test_one_form_of_long_text_is_not_compared_with_the_full_form(run, monkeypat
     monkeypatch.setattr(lengths, "measure", kept)
     assert here("eval", run, "--lengths", "16,32", "--form", "rnn", "--chunk-size", "8") == 0
     assert measured == [[("full", None), ("rnn", 8)], [("chunk", 8), ("rnn", 8)]]
-
-
-@pytest.mark.slow
-def test_lengths_are_of_text(tmp_path, capsys):
-    pytest.importorskip("sklearn")
-    run = trained(tiny_recipe(tmp_path, trainer={"steps": 3}))
-    assert "expected a run on text" in refuse(capsys, "eval", run, "--lengths", "16")
 
 
 def test_the_weights_are_those_asked_for(run, weights_asked):
