@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -306,15 +307,13 @@ def test_values_are_those_of_the_operators(text, value):
 
 def test_generated_expressions_are_lras(tmp_path):
     settings = {**SHORT, "max_depth": 4, "max_args": 5, "samples": 200}
-    made = prepared(tmp_path, "listops", **settings).build().train
-    for i in range(len(made)):
-        *ids, end = made[i]["tokens"].tolist()
+    for sample in samples_of(prepared(tmp_path, "listops", **settings).build().train):
+        *ids, end = sample["tokens"].tolist()
         assert SHORT["min_length"] < len(ids) < SHORT["max_length"]
         assert end == END
         nested, depth, most = read(words(ids).split())
-        assert depth <= 4 and most <= 5
-        assert isinstance(nested, tuple)
-        assert value_of(nested) == made[i]["label"]
+        assert 1 < depth <= 4 and most <= 5
+        assert value_of(nested) == sample["label"]
 
 
 def read(tokens):
@@ -508,10 +507,10 @@ def reviews(folder, **splits):
 def test_reviews_are_read_by_byte(tmp_path):
     path = reviews(tmp_path, train=REVIEWS, test=REVIEWS[:1])
     splits = prepared(tmp_path, "imdb", path=path, length=12).build()
-    for i, row in enumerate(REVIEWS):
-        *ids, end = splits.train[i]["tokens"].tolist()
+    for row, sample in zip(REVIEWS, samples_of(splits.train), strict=True):
+        *ids, end = sample["tokens"].tolist()
         assert bytes(j - 3 for j in ids) == row["text"].encode()[:11]
-        assert end == END and splits.train[i]["label"] == row["label"]
+        assert end == END and sample["label"] == row["label"]
     assert splits.info == SequenceInfo(2, 12, 259)
     assert counts(splits)[1:] == [1, None], "the test documents validate, as in S5"
     own = reviews(tmp_path, val=REVIEWS[:2])
@@ -626,9 +625,9 @@ def test_pairs_are_two_rows_of_one_length(tmp_path):
     splits = source.build()
     assert splits.info == SequenceInfo(2, 80, 259, parts=2)
     assert counts(splits) == [2, 2, 2]
-    for i, pair in enumerate(texts):
+    for pair, sample in zip(texts, samples_of(splits.train), strict=True):
         for name, text in zip(("tokens", "second"), pair):
-            assert bytes(j - 3 for j in splits.train[i][name][:-1].tolist()).decode() == text[:79]
+            assert bytes(j - 3 for j in sample[name][:-1].tolist()).decode() == text[:79]
     batch = splits.train.batch([0, 1], "cpu")
     assert batch["tokens"].shape == batch["segments"].shape == (2, 2, 80)
     assert batch["label"].tolist() == [0, 1]
@@ -950,7 +949,7 @@ def test_a_small_network_learns_each_half_of_the_images_alike():
     assert said == "the two networks agree: the labels can be learned"
     for number, line in enumerate(halves, 1):
         assert line.startswith(f"network trained on half {number}: accuracy ")
-        assert min(float(word) for word in line.split() if "." in word) > 90
+        assert min(map(float, re.findall(r"\d+\.\d+", line))) > 90
     labels[300:] = np.random.default_rng(0).integers(0, 2, 300)
     broken = Splits(striped(labels), val, None, info)
     assert "the labels of one half cannot be learned" in check_labels(broken, 30)

@@ -55,7 +55,7 @@ def text_set(folder, name="text", **settings):
 
 
 def bytes_set(folder, path, **settings):
-    return text_set(folder, path=path, tokenizer="bytes", length=8, **settings)
+    return text_set(folder, **{"path": path, "tokenizer": "bytes", "length": 8} | settings)
 
 
 def lines_set(folder, lines, **settings):
@@ -191,14 +191,13 @@ ODD = "ab'sé\u0301ß日本7. -_\t\n\r\x0b\x1c\x1f\x85\xa0\u2003\u2028\u3000\u20
 
 @pytest.mark.parametrize("name", ["bytes", "characters", "bpe", "wordpiece"])
 def test_long_texts_have_the_same_ids_in_pieces(name, monkeypatch):
-    rng = random.Random(1)
     plain = "\n".join(sentences(150))
-    mixed = "".join(rng.choices([*ODD, "a b", "it's 7", "x\ny"], k=10_000))
+    mixed = "".join(random.Random(1).choices([*ODD, "a b", "it's 7", "x\ny"], k=10_000))
     tokenizer = open_tokenizer(name) if name == "bytes" else make_tokenizer(name, [plain, mixed], 400)
-    whole = [tokenizer.encode(text) for text in (plain, mixed)]
+    whole = {text: tokenizer.encode(text) for text in (plain, mixed)}
     for size in (1, 7):
         monkeypatch.setattr("data.text.tokenizers.PIECE", size)
-        for text, ids in zip((plain, mixed), whole):
+        for text, ids in whole.items():
             pieces = list(tokenizer.pieces(text))
             assert len(pieces) > 1000 / size and "".join(pieces) == text
             assert tokenizer.encode(text) == ids == tokenizer.encode_all([text, "a"])[0]
@@ -208,14 +207,14 @@ def test_a_long_text_is_not_cut_by_rules_that_are_not_known(monkeypatch):
     monkeypatch.setattr("data.text.tokenizers.PIECE", 10)
     bpe = make_tokenizer("bpe", ["the cat sat"], 300)
     known = json.loads(bpe.inner.to_str())
-    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    for name, value in (
-        ("pre_tokenizer", {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}),
-        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
-        ("normalizer", {"type": "Prepend", "prepend": "_"}),
-        ("added_tokens", [{"id": 400, "content": "t s", **added}]),
+    added = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    for change in (
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"added_tokens": [{"id": 400, "content": "t s", **added}]},
     ):
-        other = tokenizers.Tokenizer.from_str(json.dumps({**known, name: value}))
+        other = tokenizers.Tokenizer.from_str(json.dumps(known | change))
         assert list(Tokenizer("other", other).pieces("the cat sat")) == ["the cat sat", ""]
     assert list(bpe.pieces("the cat sat")) == ["the cat sat", ""]
     assert len(list(bpe.pieces("the cat sat on it"))) == 2
@@ -385,11 +384,11 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
 def test_another_text_is_another_token_file(tmp_path):
     first = lines_set(tmp_path, sentences(20))
     assert first.folder != lines_set(tmp_path, sentences(20), val_split=0.2).folder
-    path, how = tmp_path / "text.txt", {"document": "line", "tokenizer": "bytes"}
-    now = text_set(tmp_path, path=path, **how).folder
-    assert now == text_set(tmp_path, path=os.path.relpath(path), length=99, **how).folder
+    path = tmp_path / "text.txt"
+    now = bytes_set(tmp_path, path).folder
+    assert now == bytes_set(tmp_path, os.path.relpath(path), length=99).folder
     path.write_text("another\ntext")
-    assert now != text_set(tmp_path, path=path, **how).folder
+    assert now != bytes_set(tmp_path, path).folder
 
 
 def test_a_token_file_can_be_carried_elsewhere(tmp_path):
@@ -428,9 +427,8 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path, place, value):
 
 def test_the_same_tokens_have_the_same_fingerprint_wherever_they_lie(tmp_path):
     lines = sentences(40)
-    one, two, other = (
-        prepared_lines(tmp_path / name, text) for name, text in (("a", lines), ("b", lines), ("c", lines[1:]))
-    )
+    one, two = (prepared_lines(tmp_path / name, lines) for name in "ab")
+    other = prepared_lines(tmp_path / "c", lines[1:])
     assert one.build().fingerprint == two.build().fingerprint != other.build().fingerprint
     assert one.folder.name != two.folder.name
 
@@ -684,10 +682,10 @@ def test_windows_begin_anywhere_and_are_drawn(tmp_path):
     for start in (0, 5, len(splits.train) - 1):
         assert splits.train[start]["tokens"].tolist() == ids[start : start + 16].tolist()
     assert splits.order == Drawn()
-    held_out = splits.val.tokens.ids.tolist()
+    targets = splits.val.tokens.ids[1:].tolist()
     judged = joined(tokens[1:] for tokens in tokens_of(splits.val))
-    assert judged == held_out[1 : 1 + len(judged)], "each token once"
-    assert 0 <= len(held_out) - 1 - len(judged) < 15
+    assert judged == targets[: len(judged)], "each token once"
+    assert 0 <= len(targets) - len(judged) < 15
     assert prepared_lines(tmp_path, sentences(60)).build().order == Shuffled()
     with pytest.raises(IndexError):
         splits.train[len(splits.train)]
@@ -864,7 +862,7 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(name, content, message, t
         ({"path": "nulls"}, EMPTY_TEXT),
         ({"path": "blank", "split": "tail"}, EMPTY_TEXT),
         ({"path": "blank", "tokenizer": "characters"}, "no text to take the characters from"),
-        ({"path": "nothing"}, "holds nothing; expected .txt"),
+        ({"path": "empty"}, "holds nothing; expected .txt"),
         ({"column": "body"}, "data.column: 'body', but .*a.txt is plain text, without columns"),
         ({"pack": "rows"}, "data.pack"),
         ({"document": "word"}, "data.document"),
@@ -873,7 +871,7 @@ def test_bad_text_is_refused_and_leaves_nothing_behind(name, content, message, t
 def test_settings_that_do_not_fit_a_text(settings, message, tmp_path, monkeypatch):
     monkeypatch.setenv("LION_DATA", f"{tmp_path}/none")
     monkeypatch.chdir(tmp_path)
-    for folder in ("texts", "own", "blank", "nulls", "nothing"):
+    for folder in ("texts", "own", "blank", "nulls", "empty"):
         Path(folder).mkdir()
     for name in ("texts/a.txt", "own/v.txt"):
         Path(name).write_text("a\nb")
@@ -1018,13 +1016,10 @@ def test_a_clone_from_the_hub_is_read_by_subset_and_split(tmp_path):
     for i in range(2):
         parquet(shards / f"data-0000{i}-of-00002.parquet", [f"{i}"])
     assert texts(shards) == ["0", "1"], "a single name is no split"
-    for path, subset, split, message in (
-        (two, "row", "train", r"data.subset: .* has raw, small, did you mean 'raw'"),
-        (two, "raw", "extra", r"data.source: .* no files of split 'extra', only of test, train, validation"),
-        (other, "raw", "train", r"data.subset: .* has small, "),
-        (plain, None, "extra", r"no files of split 'extra', only of test, train, validation"),
-    ):
-        refused(message, texts, path, subset, split)
+    refused(r"data.subset: .* has raw, small, did you mean 'raw'", texts, two, "row")
+    refused(r"data.source: .* no files of split 'extra', only of test, train, validation", texts, two, "raw", "extra")
+    refused(r"data.subset: .* has small, ", texts, other, "raw")
+    refused(r"no files of split 'extra', only of test, train, validation", texts, plain, None, "extra")
 
 
 def test_a_tokenizer_is_trained_on_all_shards_of_a_table(tmp_path, monkeypatch):
