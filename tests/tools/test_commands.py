@@ -613,9 +613,6 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
     calls = []
     build = Digits.build
 
-    def prepared(self):
-        calls.append("prepare")
-
     def built(self):
         calls.append("build")
         return build(self)
@@ -625,21 +622,24 @@ def test_data_are_prepared_once_wherever_they_are_built(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setenv("LION_DATA", f"{tmp_path}/root")
-    monkeypatch.setattr(Digits, "prepare", prepared)
+    monkeypatch.setattr(Digits, "prepare", lambda self: calls.append("prepare"))
     monkeypatch.setattr(Digits, "build", built)
     monkeypatch.setattr(train, "launch", launched)
     path = tiny_recipe(tmp_path)
-    assert here("train", path, "--no-eval", "--processes", "2") == 0 and calls == ["launch 2"]
-    for name, environment in (("group", {"RANK": "0", "WORLD_SIZE": "1"}), ("alone", {})):
-        calls.clear()
-        with monkeypatch.context() as patched:
-            for variable, value in environment.items():
-                patched.setenv(variable, value)
-            assert here("train", path, f"run.name={name}", "trainer.steps=1", "--no-eval") == 0
-        assert calls == ["prepare", "build"]
-    for line in (["eval", tmp_path / "runs/alone", "--form", "full"], ["show", path]):
+    trained(path, "--processes", "2")
+    assert calls == ["launch 2"]
+
+    def check_once(*line):
         calls.clear()
         assert here(*line) == 0 and calls == ["prepare", "build"]
+
+    with monkeypatch.context() as patched:
+        for variable, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+            patched.setenv(variable, value)
+        check_once("train", path, "run.name=group", "trainer.steps=1", "--no-eval")
+    check_once("train", path, "run.name=alone", "trainer.steps=1", "--no-eval")
+    check_once("eval", tmp_path / "runs/alone", "--form", "full")
+    check_once("show", path)
 
 
 def test_a_compiled_file_that_is_cut_off_is_named(tmp_path):

@@ -244,13 +244,11 @@ def test_crammed_berts_fine_tuning(run):
 
 def test_every_learning_rate_is_a_run(run):
     jobs = jobs_of(run, ["mnli", "rte"], 2, recipe="lightnet")
-    expected = []
-    for task in ("mnli", "rte"):
-        for seed in (19, 8364):
-            expected += [f"{task}_lr{rate}_seed{seed}" for rate in ("5e-05", "4e-05", "3e-05", "2e-05")]
+    rates = (5e-5, 4e-5, 3e-5, 2e-5)
+    expected = [f"{task}_lr{rate}_seed{seed}" for task in ("mnli", "rte") for seed in (19, 8364) for rate in rates]
     assert starts_of(jobs) == dict.fromkeys(expected, "mlm")
     assert [job.name for job in jobs] == expected
-    assert [job.recipe.optim.lr for job in jobs[:4]] == [5e-5, 4e-5, 3e-5, 2e-5]
+    assert tuple(job.recipe.optim.lr for job in jobs[:4]) == rates
     assert read_table("lightnet").tasks == read_table("cramming").tasks
     for job in jobs:
         assert job.recipe.model.attention.score_dropout == 0  # linear attention has no scores
@@ -286,12 +284,7 @@ def rows_of(scores, **more):
 def test_the_best_rate_of_each_task_counts():
     scores = {("mnli", 5e-5): [70, 74], ("mnli", 4e-5): [73, 73], ("rte", 5e-5): [60, 50], ("rte", 4e-5): [54, 55]}
     kept = best_rate(rows_of(scores | {("rte", 2e-5): [99]}))  # one seed is still missing
-    assert [(row["task"], row["lr"], row["score"]) for row in kept] == [
-        ("mnli", 4e-5, 73),
-        ("mnli", 4e-5, 73),
-        ("rte", 5e-5, 60),
-        ("rte", 5e-5, 50),
-    ]
+    assert kept == rows_of({key: scores[key] for key in (("mnli", 4e-5), ("rte", 5e-5))})
     assert mean_of_tasks(kept, "numbers") == pytest.approx((2 * 73 + 55) / 3)
     assert mean_of_tasks(kept, "tasks") == pytest.approx((73 + 55) / 2)
     header, body = rate_table(rows_of(scores | {("rte", 3e-5): [1]}), read_table("lightnet"))

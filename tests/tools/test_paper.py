@@ -68,7 +68,7 @@ def test_rows_with_noise_of_their_own_are_compared_by_welch():
     assert ours.welch({"a": {0: 1.0, 1: 2.0}, "b": {0: 1.0}}, "a", "b") is None
 
 
-ALWAYS = {"a": {0: 100.0, 1: 100.0}, "b": {0: 100.0, 1: 100.0}, "c": {0: 99.9, 1: 99.9}}
+ALWAYS = {row: by_seed([value] * 2) for row, value in {"a": 100.0, "b": 100.0, "c": 99.9}.items()}
 RIGHT = {"a": (265, 263, 260), "b": (263, 261, 258), "c": (260.1, 258.1, 255.1)}  # equal gaps, but for rounding
 EQUAL = {row: by_seed(100 * k / 270 for k in some) for row, some in RIGHT.items()}
 
@@ -84,7 +84,7 @@ def test_without_any_spread_the_noise_is_not_known(row):
 def test_the_two_way_model_is_the_analysis_of_variance():
     rng = np.random.default_rng(2)
     y = rng.normal(0, 1, (3, 4)) + np.array([[0], [1], [3]])
-    values = {row: by_seed(y[i]) for i, row in enumerate("abc")}
+    values = dict(zip("abc", map(by_seed, y)))
     residual = y - y.mean(1, keepdims=True) - y.mean(0) + y.mean()
     error = np.sqrt(2 / 4 * (residual**2).sum() / 6)  # balanced: (3 - 1) (4 - 1) degrees of freedom
     found = ours.two_way(values, "c", "a")
@@ -115,12 +115,12 @@ def test_power_is_that_of_simulated_runs():
 
 
 def test_an_undecided_difference_names_the_seeds_that_would_decide_it():
-    values = {"a": {0: 1.0, 1: 3.0, 2: 2.0}, "b": {0: 0.0, 1: 1.0, 2: 1.5}}
+    found, _ = shown([1.0, 3.0, 2.0], [0.0, 1.0, 1.5])
     gaps = [1.0, 2.0, 0.5]
     needed = ours.seeds_needed(statistics.mean(gaps) / statistics.stdev(gaps))
-    assert ours.paired(values, "a", "b").seeds() == needed == 6
-    equal = {"a": {0: 1.0, 1: 2.0}, "b": {0: 2.0, 1: 1.001}}
-    assert ours.paired(equal, "a", "b").seeds() == ours.MOST + 1
+    assert found.seeds() == needed == 6
+    equal, _ = shown([1.0, 2.0], [2.0, 1.001])
+    assert equal.seeds() == ours.MOST + 1
 
 
 @pytest.mark.parametrize("level", [0.05, 0.001])
@@ -505,15 +505,18 @@ def test_masks_are_products_of_decays():
 
 
 def test_times_of_steps_are_those_measured_last(tmp_path):
-    common = {"model": "vit", "size": 224, "shape": "dim 384, depth 12", "against": None, "device": "AMD EPYC"}
+    def row(mixer, date, ratio, **more):
+        common = {"model": "vit", "size": 224, "shape": "dim 384, depth 12", "against": None, "device": "AMD EPYC"}
+        return common | {"mixer": mixer, "date": date, "ratio": ratio} | more
+
     rows = [
-        {"mixer": "lion_s", "date": "2", "ratio": 1.1},
-        {"mixer": "lion_s", "date": "1", "ratio": 1.5},
-        {"mixer": "lion_s", "date": "3", "ratio": 1.4, "device": "NVIDIA H100 80GB HBM3"},
-        {"mixer": "vim with positions", "date": "1", "ratio": 2.5, "against": {"ratio": 2.1}},
-        {"mixer": "lion_d", "date": "1", "ratio": 9.0, "size": 512},
+        row("lion_s", "2", 1.1),
+        row("lion_s", "1", 1.5),
+        row("lion_s", "3", 1.4, device="NVIDIA H100 80GB HBM3"),
+        row("vim with positions", "1", 2.5, against={"ratio": 2.1}),
+        row("lion_d", "1", 9.0, size=512),
     ]
-    (tmp_path / "train.json").write_text(json.dumps({"rows": [common | row for row in rows]}))
+    (tmp_path / "train.json").write_text(json.dumps({"rows": rows}))
     assert measured.step_times(tmp_path) == {"lion_s": 1.1, "vim": 2.1}
 
 
