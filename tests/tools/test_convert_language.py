@@ -146,16 +146,14 @@ def test_a_bert_without_head_gets_a_new_one(tmp_path, capsys):
     assert ours.head.bias.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("way", ["bin", "shards", "half", "old", "file", "doubled"])
+@pytest.mark.parametrize("way", ["bin", "shards", "half", "old", "file"])
 def test_files_of_every_kind(way, tmp_path):
     theirs = bert()
     how = {"max_shard_size": "4KB"} if way == "shards" else {}
     checkpoint = folder = saved(tmp_path / "their", theirs, **how)
     weights = theirs.state_dict()
-    files = 1
     if way == "shards":
-        files = len(list(folder.glob("*.safetensors")))
-        assert files > 2
+        assert len(list(folder.glob("*.safetensors"))) > 2
     elif way == "half":
         saved(folder, theirs.half())
         theirs = theirs.float()
@@ -173,7 +171,7 @@ def test_files_of_every_kind(way, tmp_path):
     run = convert(checkpoint, tmp_path / "run")
     assert apart(loaded(run), theirs) < 1e-10
     kept = read_json(run / "environment.json")["converted"]["sha256"]
-    assert len(kept) == files
+    assert kept.keys() == {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
     assert all(value.dtype == torch.float32 for value in state_of(run, "best")["model"].values())
 
 
