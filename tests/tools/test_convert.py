@@ -15,6 +15,7 @@ from lion.runs import init_from, open_run
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
 from tests.helpers import ROOT, here, printed, read_json, refuse, state_of
 from tests.layers.oracle_parts import elu1, shifted
+from tests.ops.helpers import oracle_mask
 from tools import convert as converting
 
 KINDS = {"Lit": "lion_lit", "Decay": "lion_d", "Selective": "lion_s"}
@@ -109,16 +110,10 @@ def snake(columns):
 
 
 def pairwise(decay, order):
-    """Return the mask M_ij for tokens in this order: the product of the decays j .. i - 1 below the diagonal, and of
-    i + 1 .. j above it.
-    """
-    n = len(order)
-    mask = torch.ones(*decay.shape, n)
-    for i in range(n):
-        for j in range(i + 1, n):
-            mask[..., order[j], order[i]] = mask[..., order[j - 1], order[i]] * decay[..., order[j - 1]]
-            mask[..., order[i], order[j]] = mask[..., order[i], order[j - 1]] * decay[..., order[j]]
-    return mask
+    """Return the masks (B, H, tokens, tokens) for tokens in this order, from their decays (B, H, tokens)."""
+    masks = [oracle_mask(row, "source", "both") for row in decay[..., order].flatten(0, 1).tolist()]
+    places = torch.tensor(order).argsort()
+    return torch.stack(masks).float().view(*decay.shape, -1)[..., places, :][..., places]
 
 
 def randomise(model):
