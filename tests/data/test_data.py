@@ -629,14 +629,8 @@ def test_splits_and_configurations_by_names_of_files():
     clone = [Path("data/train-00000-of-00001.parquet"), Path("scripts/train.py")]
     assert configuration(root, clone, "train", "default") == (root, clone)
     assert configuration(root, files, "train", "en") == (root / "en", [Path("test.jsonl"), Path("train.jsonl")])
-    refused(
-        r"data\.subset: root has de, en, did you mean 'en'\?; data\.subset=null reads all",
-        configuration,
-        root,
-        files,
-        "train",
-        "enn",
-    )
+    said = r"data\.subset: root has de, en, did you mean 'en'\?; data\.subset=null reads all"
+    refused(said, configuration, root, files, "train", "enn")
 
 
 def test_hf_splits_of_other_names_are_not_for_training(tmp_path):

@@ -128,9 +128,8 @@ def test_prepare_reads_the_files(tmp_path, capsys):
     name = ("data.name=labelled_text", "data.tokenizer=bytes")
     assert "no file train.csv" in refuse(capsys, "prepare", "texts", *name, f"data.path={tmp_path}")
     write(tmp_path / "train.csv", ROWS)
-    assert "27 samples for training, 3 for validation" in printed(
-        capsys, "prepare", "texts", *name, f"data.path={tmp_path}"
-    )
+    out = printed(capsys, "prepare", "texts", *name, f"data.path={tmp_path}")
+    assert "27 samples for training, 3 for validation" in out
 
 
 def test_classes_have_the_names_that_a_set_of_the_hub_gives_them(tmp_path):
@@ -180,10 +179,10 @@ def test_a_run_classifies_texts_without_its_data(tmp_path, capsys, pairs):
     file = write(tmp_path / "own.csv", rows)
     run = tmp_path / "own"
     small = "model.dim=16 model.depth=1 model.num_heads=2 trainer.compile=false trainer.epochs=1 trainer.batch_size=4"
+    small += " data.vocabulary=300 data.length=32"
     where = [f"data.path={file}", f"run.root={tmp_path}", "run.name=own"]
-    assert f"texts: {columns}; label: label" in printed(
-        capsys, "train", "text_tiny_lion_s", *where, *small.split(), "data.vocabulary=300", "data.length=32"
-    )
+    out = printed(capsys, "train", "text_tiny_lion_s", *where, *small.split())
+    assert f"texts: {columns}; label: label" in out
     file.unlink()
     out = printed(capsys, "predict", run, *words, "--eager")
     assert_in(out, "yes", "no")

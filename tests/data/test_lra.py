@@ -373,16 +373,8 @@ def test_no_expression_is_there_twice(tmp_path):
     splits = prepared(tmp_path, "listops", **tiny, samples=300, val_samples=30, test_samples=30).build()
     found = {tuple(tokens) for part in splits[:3] for tokens in tokens_of(part)}
     assert len(found) == sum(counts(splits)) == 360
-    refused(
-        r"data.samples: 480 samples, but there are too few different expressions",
-        prepared,
-        tmp_path,
-        "listops",
-        **tiny,
-        samples=400,
-        val_samples=40,
-        test_samples=40,
-    )
+    said = r"data.samples: 480 samples, but there are too few different expressions"
+    refused(said, prepared, tmp_path, "listops", **tiny, samples=400, val_samples=40, test_samples=40)
 
 
 IMPOSSIBLE_EXPRESSIONS = [
@@ -475,14 +467,8 @@ def test_files_are_read_whole_and_lines_counted_however_they_are_cut(tmp_path, m
     refused(r"basic_val.tsv, line 62: expected an expression", prepared, tmp_path, "listops", path=path, length=16)
     rows[33] = "[MAX 1 2 ]\t3"
     listops_files(tmp_path, *rows, "")
-    refused(
-        r"basic_train.tsv, line 35: the expression's value is 2, its label 3",
-        prepared,
-        tmp_path,
-        "listops",
-        path=path,
-        length=16,
-    )
+    said = r"basic_train.tsv, line 35: the expression's value is 2, its label 3"
+    refused(said, prepared, tmp_path, "listops", path=path, length=16)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data on this machine")
@@ -687,13 +673,8 @@ def test_images_are_grey_and_read_row_by_row_or_averaged_over_blocks(tmp_path):
 
 def test_images_of_another_size_are_named_or_have_a_folder_of_their_own(tmp_path):
     odd = [picture(i, (32, 32) if i != 3 else (32, 30)) for i in range(6)]
-    refused(
-        "train row 4: an image of 32 x 30 pixels, expected 32 x 32",
-        prepared,
-        tmp_path,
-        "cifar10_pixels",
-        path=parquet(tmp_path, odd),
-    )
+    said = "train row 4: an image of 32 x 30 pixels, expected 32 x 32"
+    refused(said, prepared, tmp_path, "cifar10_pixels", path=parquet(tmp_path, odd))
     folders = [lra_set(tmp_path, "cifar10_pixels", path="some/set", side=side).folder for side in (16, 32)]
     assert folders[0] != folders[1]
     drawn = lra_set(tmp_path, "pathfinder").config
@@ -965,8 +946,7 @@ def test_two_networks_differ_by_ten_points_or_are_at_chance():
 
 
 def test_labels_are_checked_after_preparing_and_those_of_texts_are_not(tmp_path, capsys):
-    assert "network trained on half 2: accuracy" in printed(
-        capsys, "prepare", recipe(tmp_path, name="pathfinder", **SMALL), "--check-labels", 1
-    )
+    file = recipe(tmp_path, name="pathfinder", **SMALL)
+    assert "network trained on half 2: accuracy" in printed(capsys, "prepare", file, "--check-labels", 1)
     file = recipe(tmp_path, name="listops", **SHORT)
     assert "are not images" in refuse(capsys, "prepare", file, "--check-labels", "1")

@@ -789,10 +789,8 @@ def test_what_the_hub_does_not_give_is_one_line(tmp_path, monkeypatch):
         raise ConnectionError("no route\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", away)
-    refused(
-        r"'allenai/c4' is not a local file.*ConnectionError: no route\)",
-        text_set(tmp_path, "c4", tokenizer="bytes").prepare,
-    )
+    said = r"'allenai/c4' is not a local file.*ConnectionError: no route\)"
+    refused(said, text_set(tmp_path, "c4", tokenizer="bytes").prepare)
     assert not list((tmp_path / "root").glob("*[0-9a-f]"))
 
 

@@ -268,9 +268,8 @@ def test_the_run_keeps_its_tokenizer_and_gives_it_back(run, tmp_path, capsys):
     tokenizer = TOKENIZERS["bert"]
     assert open_run(run).task.info.fingerprint == tokenizer.fingerprint
     (tmp_path / "text.txt").write_text("\n".join(TEXT * 20))
-    assert "MLM accuracy" in printed(
-        capsys, "eval", run, f"data.path={tmp_path / 'text.txt'}", f"data.root={tmp_path / 'data'}", "--eager"
-    )
+    where = [f"data.path={tmp_path}/text.txt", f"data.root={tmp_path}/data"]
+    assert "MLM accuracy" in printed(capsys, "eval", run, *where, "--eager")
     run = shutil.copytree(run, tmp_path / "moved")
     assert here("predict", run, "the capital of [MASK] is paris.") == 0
     assert here("export", run, tmp_path / "named", f"data.tokenizer={run / 'their.json'}") == 0

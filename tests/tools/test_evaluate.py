@@ -92,15 +92,8 @@ def test_a_program_evaluates_a_run_on_data_of_its_own(run):
     assert without(row, MEASURED) == without(same, MEASURED)
     assert (row["form"], row["chunk_size"], row["split"]) == ("rnn", 3, "val") and row["deviation"] < 1e-4
     splits = splits._replace(test=None)
-    refused(
-        r"--split test: the data of .* have no such split, use val",
-        lion.evaluate,
-        lion.open_run(run),
-        splits,
-        "rnn",
-        3,
-        split="test",
-    )
+    said = r"--split test: the data of .* have no such split, use val"
+    refused(said, lion.evaluate, lion.open_run(run), splits, "rnn", 3, split="test")
 
 
 @pytest.mark.slow
