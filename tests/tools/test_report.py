@@ -135,8 +135,12 @@ def test_claims_are_those_of_the_tables():
         assert {len(pair) for pair in pairs} <= {2}
 
 
+def compared(groups):
+    return comparisons(groups, image_claims())
+
+
 def pairs_of(groups, kind):
-    return [each.pair for each in comparisons(groups, image_claims()) if each.kind == kind]
+    return [each.pair for each in compared(groups) if each.kind == kind]
 
 
 def test_the_noise_of_runs_is_that_of_the_rule(runs):
@@ -154,13 +158,13 @@ def test_claims_compare_runs_of_one_seed(runs):
     assert pairs_of(groups, CLAIM) == [("lion_s", "lion_s forward")]
     assert pairs_of(groups, QUESTION) == [("lion_s", "softmax")]  # the tables disagree
     gaps = [a.val - b.val for a, b in zip(groups["lion_s"], groups["lion_s forward"])]  # not all runs have a test value
-    assert comparisons(groups, image_claims())[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
+    assert compared(groups)[0].found.mean == pytest.approx(100 * statistics.mean(gaps))
     groups = {name: [run._replace(test=run.test or 0.3) for run in some] for name, some in groups.items()}
-    assert comparisons(groups, image_claims())[0].found.mean == pytest.approx(25)
+    assert compared(groups)[0].found.mean == pytest.approx(25)
     first, second = groups["lion_s"]
     stuck = groups | {"lion_s": [first, second._replace(remark="stuck at chance")]}
-    assert [each.missing for each in comparisons(stuck, image_claims())] == [INCOMPLETE] * 2
-    assert not comparisons(group(of(runs, "softmax")), image_claims())
+    assert [each.missing for each in compared(stuck)] == [INCOMPLETE] * 2
+    assert not compared(group(of(runs, "softmax")))
     renamed = {f"{name} with positions": some for name, some in groups.items()}
     assert pairs_of(renamed, CLAIM) == [("lion_s with positions", "lion_s forward with positions")]
     assert not pairs_of(renamed | {"lion_s vector": []}, QUESTION)[1:], "an ending is whole words"
@@ -185,7 +189,7 @@ def test_a_metric_that_falls(runs):
     header, rows = result_table(groups)
     assert header[:2] == ["model", "val perplexity"], "nothing was tested"
     assert [row[1] for row in rows] == ["20.00 ± 0.00", "17.25 ± 0.00"]
-    (asked,) = (each for each in comparisons(groups, image_claims()) if each.kind == QUESTION)
+    (asked,) = (each for each in compared(groups) if each.kind == QUESTION)
     assert asked.found.mean == pytest.approx(2.75, abs=1e-3)
     assert asked.unit == "perplexity"
     assert verdicts([asked]) == (["yes"], 0.05)
