@@ -7,8 +7,8 @@ import yaml
 from PIL import Image
 
 from data.folders import DOWNLOADED
-from lion.config import ConfigError, merge
-from tests.helpers import TINY, here, refuse, tiny_recipe
+from lion.config import merge
+from tests.helpers import TINY, config_error, here, refuse, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
 from tools.keys import check_files, layers_of
@@ -202,8 +202,7 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "summary.json").touch()
     check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs"]))  # complete
-    with pytest.raises(ConfigError, match="no folder"):
-        check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
+    config_error("no folder", check_files, recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
 
 
 @pytest.mark.parametrize("name", DOWNLOADED)
@@ -211,8 +210,9 @@ def test_a_set_of_torchvision_is_missed_before_pytorch_is_loaded(tmp_path, name)
     recipe = tiny_recipe(tmp_path)
     own = [f"run.root={tmp_path}/runs", f"data.name={name}", f"data.root={tmp_path}"]
     for more in ([], ["data.download=false"]):
-        with pytest.raises(ConfigError, match=f"no folder {tmp_path}/.+data.download=true"):
-            check_files(recipe, layers_of(recipe, [*own, *more]))
+        config_error(
+            f"no folder {tmp_path}/.+data.download=true", check_files, recipe, layers_of(recipe, [*own, *more])
+        )
     check_files(recipe, layers_of(recipe, [*own, "data.download=true"]))
     (tmp_path / DOWNLOADED[name]).mkdir(parents=True)
     check_files(recipe, layers_of(recipe, own))

@@ -14,7 +14,8 @@ from lion.samples.images import ImageInfo
 from lion.tasks import TASKS
 from lion.tasks.base import unwrapped
 from lion.teachers import open_teacher
-from tests.helpers import here, refuse, tiny_recipe
+from tests.helpers import config_error, here, refuse, tiny_recipe
+from tests.layers.helpers import close
 from tools.compose import build_data, make_task, resolve
 
 INFO = ImageInfo((8, 8), 1, ("a", "b", "c"), mean=(0.3,), std=(0.4,))
@@ -43,16 +44,16 @@ def loss(outputs, **settings):
     task.teacher = lambda pixels: seen.append(pixels) or TAUGHT
     image = torch.randint(256, (2, 1, 8, 8), dtype=torch.uint8)
     found = task.loss(Student(outputs), {"image": image, "label": LABELS})
-    torch.testing.assert_close(seen[0], image / 255)  # the teacher sees the student's images, before normalisation
+    close(seen[0], image / 255)  # the teacher sees the student's images, before normalisation
     return found.loss
 
 
 def test_hard_distillation_is_a_second_label():
     plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
     second = F.cross_entropy(LOGITS, torch.tensor([1, 2]), reduction="sum")
-    torch.testing.assert_close(loss(LOGITS), 0.5 * plain + 0.5 * second)
-    torch.testing.assert_close(loss(LOGITS, teacher_share=0.25), 0.75 * plain + 0.25 * second)
-    torch.testing.assert_close(loss((LOGITS, LOGITS.flip(0))), 0.5 * plain + 0.5 * hard(LOGITS.flip(0)))
+    close(loss(LOGITS), 0.5 * plain + 0.5 * second)
+    close(loss(LOGITS, teacher_share=0.25), 0.75 * plain + 0.25 * second)
+    close(loss((LOGITS, LOGITS.flip(0))), 0.5 * plain + 0.5 * hard(LOGITS.flip(0)))
 
 
 def hard(logits):
@@ -64,7 +65,7 @@ def test_soft_distillation_is_a_divergence_at_a_temperature():
     p, q = (TAUGHT / t).softmax(-1), (LOGITS / t).softmax(-1)
     divergence = t**2 * (p * (p.log() - q.log())).sum() / 3  # classes
     plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
-    torch.testing.assert_close(loss(LOGITS, distillation="soft", temperature=t), 0.5 * plain + 0.5 * divergence)
+    close(loss(LOGITS, distillation="soft", temperature=t), 0.5 * plain + 0.5 * divergence)
     assert loss(TAUGHT, distillation="soft", teacher_share=1.0).item() == pytest.approx(0, abs=1e-6)
 
 
@@ -85,9 +86,9 @@ def test_a_distilled_model_has_a_second_token_and_head(mixer):
         muted = copy.deepcopy(model)
         torch.nn.init.zeros_(getattr(muted, name).weight)
         alone.append(muted(images))
-    torch.testing.assert_close(mean, alone[0] + alone[1])
+    close(mean, alone[0] + alone[1])
     first, second = model.train()(images)
-    torch.testing.assert_close((first + second) / 2, mean)
+    close((first + second) / 2, mean)
     assert not torch.allclose(first, second)
 
 
@@ -97,8 +98,7 @@ def test_settings_that_cannot_be_combined_are_refused():
         make_task(recipe, INFO).build_model(recipe.model)
     with pytest.raises(ConfigError, match="sees no patch"):
         resolve("quickstart", ["model.distilled=true", "model.attention.direction=forward", "task.teacher=x"])
-    with pytest.raises(ConfigError, match=r"valid: hard, soft|did you mean"):
-        resolve("quickstart", ["task.distillation=sof"])
+    config_error(r"valid: hard, soft|did you mean", resolve, "quickstart", ["task.distillation=sof"])
 
 
 @pytest.mark.slow
@@ -129,8 +129,7 @@ def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path, "teacher"), "--no-eval") == 0
     capsys.readouterr()
     folder = str(tmp_path / "runs" / "teacher")
-    with pytest.raises(ConfigError, match="trained on 10 other classes"):
-        open_teacher(folder, INFO)
+    config_error("trained on 10 other classes", open_teacher, folder, INFO)
     info = build_data(resolve("quickstart")).info
     with pytest.raises(ConfigError, match=r"has images \(1, 8, 8\), expected \(1, 16, 8\)"):
         open_teacher(folder, ImageInfo((16, 8), 1, info.classes, mean=info.mean, std=info.std))
@@ -139,7 +138,7 @@ def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
     assert not any(p.requires_grad for p in teacher.parameters()) and not teacher.training
     pixels = torch.rand(2, 1, 8, 8)
     own = unwrapped(teacher.model, ImageClassifier)
-    torch.testing.assert_close(teacher(pixels), own((pixels - own.mean) / own.std))
+    close(teacher(pixels), own((pixels - own.mean) / own.std))
 
 
 @pytest.mark.slow
@@ -151,13 +150,11 @@ def test_teachers_of_timm(tmp_path):
     assert teacher(torch.rand(2, 1, 32, 32)).shape == (2, 3)
     gone = f"timm:resnet10t:{tmp_path / 'gone.pth'}"
     for name in ("timm:resnet10z", gone, "timm:resnet10t"):  # unknown, missing, no network
-        with pytest.raises(ConfigError, match=r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)"):
-            open_teacher(name, INFO)
+        config_error(r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)", open_teacher, name, INFO)
     made = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1)
     torch.save(made.state_dict(), tmp_path / "v.pth")
     name = f"timm:vit_tiny_patch16_224:{tmp_path / 'v.pth'}"
-    with pytest.raises(ConfigError, match=r"does not take images \(1, 8, 8\) \(Input height \(8\) doesn't match"):
-        open_teacher(name, INFO)
+    config_error(r"does not take images \(1, 8, 8\) \(Input height \(8\) doesn't match", open_teacher, name, INFO)
 
 
 def test_the_mean_excludes_the_distillation_token():
@@ -168,5 +165,5 @@ def test_the_mean_excludes_the_distillation_token():
         getattr(model, name).register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))
     model(torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8))
     others = [i for i in range(model.length) if i != 1]  # cls, then the distillation token
-    torch.testing.assert_close(seen["head"], seen["tokens"][:, others].mean(1))
-    torch.testing.assert_close(seen["head_distill"], seen["tokens"][:, 1])
+    close(seen["head"], seen["tokens"][:, others].mean(1))
+    close(seen["head_distill"], seen["tokens"][:, 1])

@@ -1,12 +1,12 @@
 """Prompts that 2 and 3 real processes read together, against one process."""
 
 import pytest
-import torch
 from torch.utils._pytree import tree_leaves
 
 from lion.inference import split
 from lion.inference.split import read_in_turn
 from lion.inference.text import Continuation
+from tests.layers.helpers import close, refused
 from tests.processes import in_processes
 
 from .test_text import gpt
@@ -25,9 +25,9 @@ def read(group, models):
 def assert_reads(found, model, prompts):
     logits, state = found
     expected = Continuation.of(model, "rnn", prompts)
-    torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-11)
+    close(logits, expected.logits, 1e-11)
     for a, b in zip(tree_leaves(state), tree_leaves(expected.state), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+        close(a, b, 1e-11)
 
 
 @pytest.mark.process
@@ -41,5 +41,4 @@ def test_processes_read_prompts_together():
 
 
 def test_mixers_whose_state_grows_are_refused():
-    with pytest.raises(ValueError, match="processes: mixer 'softmax' keeps all keys and values, use one process"):
-        read_in_turn(gpt(), PROMPTS, None)
+    refused("processes: mixer 'softmax' keeps all keys and values, use one process", read_in_turn, gpt(), PROMPTS, None)

@@ -12,6 +12,7 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.compilation import compile_blocks, compile_steps
+from tests.layers.helpers import close, refused
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
 GREEDY = Sampling(temperature=0)
@@ -49,11 +50,11 @@ def test_modes_agree_on_logits_of_given_tokens_and_on_greedy_tokens(mixer):
     slow = Continuation.of(model, "attention", PROMPTS)
     fast = Continuation.of(model, mode, PROMPTS)
     for tokens in torch.randint(11, (7, 3)):
-        torch.testing.assert_close(fast.logits, slow.logits, rtol=0, atol=1e-4)
+        close(fast.logits, slow.logits, 1e-4)
         assert slow.logits.std() > 0.1
         slow.append(tokens)
         fast.append(tokens)
-    torch.testing.assert_close(fast.logits, slow.logits, rtol=0, atol=1e-4)
+    close(fast.logits, slow.logits, 1e-4)
 
     model.double()
     rows = generated(model, "attention", 7)
@@ -66,8 +67,7 @@ def test_modes_agree_on_logits_of_given_tokens_and_on_greedy_tokens(mixer):
 def test_rows_of_padding_in_the_embeddings_are_no_ids():
     model = GPT(GPTConfig(SOFTMAX, 24, 2, 3, pad_vocabulary=64), vocabulary=11, length=40).eval()
     assert len(model.tokens.weight) == 64
-    with pytest.raises(ValueError, match="prompts: expected token ids from 0 to 10, got 11"):
-        generated(model, "attention", prompts=[[11]])
+    refused("prompts: expected token ids from 0 to 10, got 11", generated, model, "attention", prompts=[[11]])
 
 
 def test_draws_depend_on_seed_row_and_place():
@@ -170,24 +170,18 @@ def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
     with pytest.raises(ValueError, match="2 and 12 more are beyond the model's 8 positions; take 6 at most"):
         generated(model, "kv", count=12, prompts=[[1, 2]])
     assert len(generated(model, "kv", count=6, prompts=[[1, 2]])[0]) == 8
-    with pytest.raises(ValueError, match="9 and 0 more are beyond"):
-        Continuation.of(model, "kv", [[1] * 9])
+    refused("9 and 0 more are beyond", Continuation.of, model, "kv", [[1] * 9])
 
 
 def test_wrong_modes_and_prompts():
-    with pytest.raises(ValueError, match="mixer 'lion_s' supports attention and rnn, got 'kv'"):
-        Continuation.of(gpt("lion_s"), "kv", PROMPTS)
+    refused("mixer 'lion_s' supports attention and rnn, got 'kv'", Continuation.of, gpt("lion_s"), "kv", PROMPTS)
     model = gpt()
-    with pytest.raises(ValueError, match="supports attention and kv, got 'rnn'"):
-        Continuation.of(model, "rnn", PROMPTS)
-    with pytest.raises(ValueError, match="at least one token"):
-        Continuation.of(model, "kv", [[1], []])
+    refused("supports attention and kv, got 'rnn'", Continuation.of, model, "rnn", PROMPTS)
+    refused("at least one token", Continuation.of, model, "kv", [[1], []])
     for prompts, found in (([1, 2], "1"), ([[1], [11]], "11"), ([[-1]], "-1"), ([[True]], "True"), ([[1.5]], "1.5")):
-        with pytest.raises(ValueError, match=rf"prompts: expected .* got {found}"):
-            Continuation.of(model, "kv", prompts)
+        refused(rf"prompts: expected .* got {found}", Continuation.of, model, "kv", prompts)
     vit = ViT(ViTConfig("lion_s", 12, 1, 3), image_size=(16, 16), channels=1, num_classes=2)
-    with pytest.raises(ValueError, match=r"model: expected a causal language model \(gpt\), got ViT"):
-        generated(vit, None)
+    refused(r"model: expected a causal language model \(gpt\), got ViT", generated, vit, None)
 
 
 def test_prompts_are_lists_or_tensors():

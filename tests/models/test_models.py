@@ -7,10 +7,11 @@ import pickle
 import pytest
 import torch
 
-from lion.config import ConfigError, build
+from lion.config import build
 from lion.layers.constants import Constants
 from lion.layers.mixers import MIXERS
 from lion.models import MODELS
+from tests.helpers import config_error
 from tests.layers.helpers import close
 
 SIZES = {"dim": 12, "depth": 1, "num_heads": 3}
@@ -77,8 +78,7 @@ def test_tokens_of_one_direction_do_not_see_the_others_through_a_norm(name, norm
 
     for direction in ("forward",) if name == "gpt" else ("forward", "backward"):
         config(direction, "layernorm")
-        with pytest.raises(ConfigError, match=rf"model.*{norm}: 'batchnorm' averages over all tokens"):
-            config(direction, "batchnorm")
+        config_error(rf"model.*{norm}: 'batchnorm' averages over all tokens", config, direction, "batchnorm")
     if name != "gpt":
         config("both", "batchnorm")
 

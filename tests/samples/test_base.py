@@ -8,6 +8,7 @@ import pytest
 from lion.config import ConfigError
 from lion.samples.base import Info
 from lion.samples.images import ImageInfo, numbered
+from tests.helpers import config_error
 
 INFO = ImageInfo((8, 4), 1, ("cat", "dog"), (0.5,), (0.25,))
 
@@ -29,16 +30,15 @@ def test_info_survives_plain_data():
     ],
 )
 def test_images_of_other_shapes_or_labels_are_others(then, what):
-    with pytest.raises(ConfigError, match=f"^it was trained on other data: {what}"):
-        INFO.check_same("it", replace(INFO, **then).to_dict())
-    with pytest.raises(ConfigError, match="size was None"):
-        INFO.check_same("it", {})
+    config_error(f"^it was trained on other data: {what}", INFO.check_same, "it", replace(INFO, **then).to_dict())
+    config_error("size was None", INFO.check_same, "it", {})
 
 
 def test_numbered_classes_may_be_any():
     INFO.check_same("it", replace(INFO, classes=numbered(2)).to_dict())
-    with pytest.raises(ConfigError, match="class 0 was 'cat', and is 'class 0' now"):
-        replace(INFO, classes=numbered(2)).check_same("it", INFO.to_dict())
+    config_error(
+        "class 0 was 'cat', and is 'class 0' now", replace(INFO, classes=numbered(2)).check_same, "it", INFO.to_dict()
+    )
 
 
 def test_images_of_another_size():
@@ -68,5 +68,6 @@ def test_a_kind_of_data_has_its_own_rule():
     then = Tokens("a1", 128).to_dict()
     assert Tokens.from_dict(then) == Tokens("a1", 128)
     Tokens("a1", 512).check_same("it", then)
-    with pytest.raises(ConfigError, match="it was trained on other data: tokenizer was 'a1', and is 'b2' now"):
-        Tokens("b2", 128).check_same("it", then)
+    config_error(
+        "it was trained on other data: tokenizer was 'a1', and is 'b2' now", Tokens("b2", 128).check_same, "it", then
+    )

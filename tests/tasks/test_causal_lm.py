@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lion.config import ConfigError
 from lion.models.gpt import GPT, GPTConfig
 from lion.samples.text import TextInfo
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
+from tests.helpers import config_error
+from tests.layers.helpers import close
 
 INFO = TextInfo(vocabulary=7, length=9, tokenizer="characters", fingerprint="f")
 
@@ -38,7 +39,7 @@ def test_the_loss_is_of_the_next_tokens():
     sums = task().loss(m, {"tokens": t})
     expected = [F.cross_entropy(m(t[i : i + 1, :n])[0, -1:], t[i, n : n + 1]) for i in range(4) for n in range(1, 9)]
     assert sums.weight == 32
-    torch.testing.assert_close(sums.loss, torch.stack(expected).sum())
+    close(sums.loss, torch.stack(expected).sum())
 
 
 def test_borders_and_padding_do_not_count():
@@ -47,10 +48,10 @@ def test_borders_and_padding_do_not_count():
     sums = task().loss(m, {"tokens": t, "segments": segments})
     alone = [task().loss(m, {"tokens": part}) for part in (t[:1, :5], t[:1, 5:], t[1:, :3])]
     assert sums.weight == sum(s.weight for s in alone) == 9
-    torch.testing.assert_close(sums.loss, sum(s.loss for s in alone))
+    close(sums.loss, sum(s.loss for s in alone))
     garbage = t.clone()
     garbage[1, 3:] = 0
-    torch.testing.assert_close(task().loss(m, {"tokens": garbage, "segments": segments}).loss, sums.loss)
+    close(task().loss(m, {"tokens": garbage, "segments": segments}).loss, sums.loss)
 
 
 def test_an_evaluation_is_a_mean_over_tokens_of_real_samples():
@@ -60,7 +61,7 @@ def test_an_evaluation_is_a_mean_over_tokens_of_real_samples():
     total, weight = outcome.sums["loss"]
     expected = task().loss(m, {"tokens": t[batch["mask"]]})
     assert weight == 24 == expected.weight
-    torch.testing.assert_close(total.float(), expected.loss)
+    close(total.float(), expected.loss)
     perplexity, loss = task().metrics
     means = {"loss": (total / weight).item()}
     assert perplexity.value(means, {}) == pytest.approx(math.exp(loss.value(means, {})))
@@ -84,5 +85,6 @@ def test_the_example_is_a_batch():
 
 
 def test_nothing_to_predict():
-    with pytest.raises(ConfigError, match="sequences of 1 token leave nothing to predict"):
-        task(length=1).build_model(GPTConfig("lion_s", 12, 1, 2))
+    config_error(
+        "sequences of 1 token leave nothing to predict", task(length=1).build_model, GPTConfig("lion_s", 12, 1, 2)
+    )

@@ -4,14 +4,14 @@ import pytest
 import torch
 import yaml
 
-from lion.config import ConfigError
 from lion.inference.diffusion import SCHEDULES, Process
 from lion.layers.mixers.base import set_form
 from lion.models.dit import DiTConfig
 from lion.samples.images import ImageInfo
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
-from tests.helpers import here, pictures, state_of, tiny_recipe
+from tests.helpers import config_error, here, pictures, state_of, tiny_recipe
+from tests.layers.helpers import close, refused
 from tests.trainer.helpers import same, train
 
 INFO = ImageInfo((4, 4), 1, ("a", "b", "c"), (0.5,), (0.5,))
@@ -52,7 +52,7 @@ def test_a_step_at_a_time_is_the_closed_form(schedule, count):
 
 def test_schedules_are_the_published_ones():
     linear, cosine = (Process(name, 1000).alphas_cumprod for name in ("linear", "cosine"))
-    torch.testing.assert_close(SCHEDULES["linear"](1000)[[0, -1]], torch.tensor([1e-4, 0.02]).double())
+    close(SCHEDULES["linear"](1000)[[0, -1]], torch.tensor([1e-4, 0.02]).double())
     assert linear[-1].item() == pytest.approx(4.04e-5, rel=1e-2)  # DDPM's value
     for t in (0, 250, 500, 900):
         f = [math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2 for u in ((t + 1) / 1000, 0)]
@@ -82,7 +82,7 @@ def test_ddim_undoes_exact_noise(schedule, steps, bound):
         return (y - kept.sqrt() * x) / (1 - kept).sqrt()
 
     found = process.denoise(predict, process.noisy(x, noise, last), steps=steps, bound=bound)
-    torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
+    close(found, x, 1e-6)
     assert len(seen) == steps and seen[0] == 999 and (steps == 1 or seen[-1] == 0) and sorted(set(seen))[::-1] == seen
 
 
@@ -114,8 +114,7 @@ def test_fresh_noise_keeps_the_distribution():
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    refused(message, call)
 
 
 def denoised(eta):
@@ -130,8 +129,9 @@ def test_guidance_needs_dropped_labels():
         assert t.generate(model, classes, keys(2), steps=1, guidance=only).isfinite().all()
         with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows only {only}, got 1.5"):
             t.generate(model, classes, keys(2), steps=1, guidance=1.5)
-        with pytest.raises(ValueError, match=f"^shown_guidance: task.label_dropout={dropout} allows only {only}"):
-            DiffusionConfig(label_dropout=dropout)
+        refused(
+            f"^shown_guidance: task.label_dropout={dropout} allows only {only}", DiffusionConfig, label_dropout=dropout
+        )
         DiffusionConfig(label_dropout=dropout, shown=0)
 
 
@@ -175,7 +175,7 @@ def test_the_loss_is_of_the_noise_and_some_labels_are_dropped():
     assert t.loss(model, white(5000)).weight == 5000
     kept = t.process.alphas_cumprod[model.times].float()
     early = model.times < 200
-    torch.testing.assert_close(model.x[early].mean(), kept[early].sqrt().mean(), rtol=0, atol=0.01)
+    close(model.x[early].mean(), kept[early].sqrt().mean(), 0.01)
 
 
 def test_evaluation_asks_all_the_same():
@@ -184,14 +184,14 @@ def test_evaluation_asks_all_the_same():
     b = batch(mask=torch.tensor([True] * 5 + [False]), key=torch.arange(6) * 977)
     whole = t.evaluate(model, b)
     parts = [t.evaluate(model, {k: v[i : i + 2] for k, v in b.items()}) for i in (0, 2, 4)]
-    torch.testing.assert_close(whole.outputs, torch.cat([p.outputs for p in parts]))
+    close(whole.outputs, torch.cat([p.outputs for p in parts]))
     assert whole.sums["loss"][1] == 5
     alike = {"rtol": 1.3e-6, "atol": 1e-6}  # float64 sums of float32 outputs, for different batch sizes
     for name in whole.sums:
         for i in range(2):
             torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts), **alike)
     of_parts = [whole.sums[f"loss_part{i}"] for i in range(1, 5)]
-    torch.testing.assert_close(sum(total for total, _ in of_parts), whole.sums["loss"][0])
+    close(sum(total for total, _ in of_parts), whole.sums["loss"][0])
     assert sum(count for _, count in of_parts) == 5
     torch.manual_seed(1)
     assert torch.equal(t.evaluate(model, b).outputs, whole.outputs)
@@ -210,7 +210,7 @@ def test_samples_depend_on_seed_and_place_alone():
         how = {"steps": 5, "eta": eta, "guidance": 2.0}
         whole = t.generate(model, classes, keys(5), **how)
         parts = [t.generate(model, *part, **how) for part in zip(classes.split(2), keys(5).split(2))]
-        torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-5)
+        close(whole, torch.cat(parts), 1e-5)
         assert not torch.allclose(whole, t.generate(model, classes, keys(5, seed=1), **how))
         assert not torch.allclose(whole[0], whole[3])
     pictures = t.sample(model, classes, keys(5), steps=5)
@@ -229,15 +229,15 @@ def test_guidance():
     model.register_forward_pre_hook(lambda _, inputs: (x.append(inputs[0]), asked.append(inputs[2].tolist())) and None)
     found(1.0), found(0.0), found(3.0)
     assert asked == [[0, 1, 2, 0], [3] * 4, [0, 1, 2, 0, 3, 3, 3, 3]]
-    torch.testing.assert_close(found(1.0), found(1 + 1e-9))  # 1 + 1e-9 runs the model twice
-    torch.testing.assert_close(found(0.0), found(5.0, torch.full((4,), 3)))
+    close(found(1.0), found(1 + 1e-9))  # 1 + 1e-9 runs the model twice
+    close(found(0.0), found(5.0, torch.full((4,), 3)))
     kept = t.process.alphas_cumprod[-1].item()
     times = torch.full((4,), 19)
     with torch.no_grad():
         conditioned, unconditioned = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))
     noise = unconditioned + 3 * (conditioned - unconditioned)
     expected = ((x[0] - math.sqrt(1 - kept) * noise) / math.sqrt(kept)).clamp(-1, 1)
-    torch.testing.assert_close(found(3.0), expected)
+    close(found(3.0), expected)
 
 
 def test_every_form_makes_the_same_images():
@@ -246,7 +246,7 @@ def test_every_form_makes_the_same_images():
     expected = t.generate(model, classes, keys(2), steps=4, guidance=1.5)
     for form in ("chunk", "rnn"):
         set_form(model, form, 2)
-        torch.testing.assert_close(t.generate(model, classes, keys(2), steps=4, guidance=1.5), expected)
+        close(t.generate(model, classes, keys(2), steps=4, guidance=1.5), expected)
 
 
 def test_latents_have_no_bound_and_are_no_images():
@@ -281,8 +281,7 @@ def test_a_range_of_times_without_images_does_not_count_as_divergence(tmp_path):
 
 def test_a_diffusion_task_predicts_no_classes():
     t = task()
-    with pytest.raises(ConfigError, match=r"generates images and classifies none: \./run\.sh sample RUN"):
-        t.check_prediction()
+    config_error(r"generates images and classifies none: \./run\.sh sample RUN", t.check_prediction)
     assert t.outputs(model_of(t), {"image": batch()["image"]}).shape == (6, 1, 4, 4)
 
 

@@ -9,6 +9,7 @@ from lion.models.vit import ViT, ViTConfig
 from lion.samples.images import ImageInfo
 from lion.tasks.base import unwrapped
 from lion.tasks.image_classification import ImageClassification, ImageClassificationConfig, erase
+from tests.layers.helpers import close
 
 INFO = ImageInfo((4, 4), 1, tuple("abcdefg"), (0.0,), (1 / 255,))  # normalisation leaves pixels unchanged
 
@@ -40,7 +41,7 @@ def test_loss_is_a_sum_with_its_weight():
     model, b = Table(), batch()
     sums = task(label_smoothing=0.1).loss(model, b)
     expected = F.cross_entropy(model(b["image"]), b["label"], label_smoothing=0.1)
-    torch.testing.assert_close(sums.loss / sums.weight, expected)
+    close(sums.loss / sums.weight, expected)
 
 
 def test_metrics_leave_padding_out():
@@ -102,7 +103,7 @@ def test_mixed_labels_are_smoothed():
     t.mix = lambda images, labels: (b["image"], shares)
     got = t.loss(model, b).loss
     targets = 0.9 * shares + 0.1 / 7
-    torch.testing.assert_close(got, -(targets * model(b["image"]).log_softmax(1)).sum())
+    close(got, -(targets * model(b["image"]).log_softmax(1)).sum())
 
 
 NINES = {"image": torch.full((20, 1, 16, 16), 9, dtype=torch.uint8), "label": torch.zeros(20, dtype=torch.long)}
@@ -129,12 +130,12 @@ def test_the_model_has_the_data_s_normalisation_and_names():
     assert model.classes == ("a", "b") and model.image_shape == (2, 2, 2)
     images = torch.tensor([[0, 255], [51, 128]], dtype=torch.uint8)[None, :, :, None].expand(1, 2, 2, 2)
     expected = torch.tensor([[-2, 2], [0, (128 / 255 - 0.2) / 0.1]])[None, :, :, None].expand(1, 2, 2, 2)
-    torch.testing.assert_close(model.normalise(images), expected)
+    close(model.normalise(images), expected)
     b = {"image": images, "label": torch.tensor([1]), "mask": torch.tensor([True])}
     with torch.no_grad():
         logits = t.evaluate(model, b).outputs
         loss = F.cross_entropy(logits, b["label"], label_smoothing=0.1)
-        torch.testing.assert_close(logits, model(expected))
+        close(logits, model(expected))
         assert torch.equal(t.loss(model, b).loss, loss)  # training sees the same pixels
 
 

@@ -22,6 +22,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.optim import OptimConfig, ScheduleConfig
 from lion.trainer.plan import TrainerConfig, make_plan
 from lion.trainer.runtime import Runtime, start_runtime
+from tests.layers.helpers import close
 
 LENGTH = 24
 INFOS = {
@@ -122,7 +123,7 @@ def test_label_smoothing():
     logits = plain.outputs(model, batch)
     share = torch.nn.functional.one_hot(batch["label"], 3) * 0.7 + 0.1
     want = -(share * logits.log_softmax(1)).sum()
-    torch.testing.assert_close(task.loss(model, batch).loss, want)
+    close(task.loss(model, batch).loss, want)
 
 
 # Chance
@@ -177,18 +178,18 @@ def test_hidden_inputs_are_those_that_count(info):
     values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
     assert values == {"loss": pytest.approx((total / weight).item())}
     one = {k: v[5:6] for k, v in batch.items()}
-    torch.testing.assert_close(task.evaluate(model, one).outputs[0], outcome.outputs[5])
+    close(task.evaluate(model, one).outputs[0], outcome.outputs[5])
     uniform = math.log(info.vocabulary) if info.vocabulary else None
     assert uniform is None or values["loss"] == pytest.approx(uniform, rel=0.5)
     first = {name: rows[:20] for name, rows in batch.items()}
     batch["mask"] = torch.arange(48) < 20  # the rest pads the last batch
     for found, want in zip(task.evaluate(model, batch).sums["loss"], task.evaluate(model, first).sums["loss"]):
-        torch.testing.assert_close(found, want)
+        close(found, want)
     if info.parts == 2:  # with `data.pad=batch`, the length of a row depends on its batch
         first["segments"][..., 10:] = -1
         short = first | {name: first[name][..., :10] for name in ("tokens", "segments")}
         for found, want in zip(task.evaluate(model, short).sums["loss"], task.evaluate(model, first).sums["loss"]):
-            torch.testing.assert_close(found, want)
+            close(found, want)
 
 
 def test_hidden_pixels_are_asked_for_normalised():

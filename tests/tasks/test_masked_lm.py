@@ -23,6 +23,8 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
 from lion.trainer.state import RunData
+from tests.helpers import config_error
+from tests.layers.helpers import close
 from tests.trainer.toys import settings
 
 INFO = TextInfo(30, 20, "toy", "f" * 64, {"pad": 0, "mask": 1, "cls": 2, "sep": 3, "unk": 4})
@@ -131,7 +133,7 @@ def test_loss_is_per_hidden_token_of_the_global_batch():
         parts.append(own.loss(net, {name: x[rows] for name, x in data.items()}))
     assert parts[0].weight != parts[1].weight / 5
     total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+    close(total.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_training_noise_is_pytorchs_own():
@@ -205,10 +207,10 @@ def test_every_form_and_batch_size_measures_the_same(mixer):
     for form in forms_of(net):
         set_form(net, form, 4)
         parts = [own.evaluate(net, {name: x[i : i + 2] for name, x in data.items()}) for i in (0, 2, 4)]
-        torch.testing.assert_close(torch.cat([p.outputs for p in parts]), whole.outputs, rtol=0, atol=1e-5)
+        close(torch.cat([p.outputs for p in parts]), whole.outputs, 1e-5)
         for name, pair in whole.sums.items():
             for i in range(2):
-                torch.testing.assert_close(sum(p.sums[name][i] for p in parts), pair[i], rtol=1e-5, atol=1e-5)
+                close(sum(p.sums[name][i] for p in parts), pair[i], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -231,10 +233,12 @@ def test_examples_are_padded_rows_and_need_no_memory():
 def test_bad_settings_are_refused():
     with pytest.raises(ConfigError, match=r"task.masked: with random=0.4, expected at most 0.6, got 0.8"):
         build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
-    with pytest.raises(ConfigError, match="tokenizer 'toy' has no token 'mask', it has pad"):
-        task(TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
-    with pytest.raises(ConfigError, match=r"data.length: 20 tokens, but model.max_positions allows only 16"):
-        task().build_model(BertConfig(SOFTMAX, 12, 1, 3, max_positions=16))
+    config_error("tokenizer 'toy' has no token 'mask', it has pad", task, TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
+    config_error(
+        r"data.length: 20 tokens, but model.max_positions allows only 16",
+        task().build_model,
+        BertConfig(SOFTMAX, 12, 1, 3, max_positions=16),
+    )
 
 
 @pytest.mark.parametrize(("mixer", "steps"), [(SOFTMAX, 150), ("lion_s", 60)])

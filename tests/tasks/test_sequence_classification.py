@@ -26,6 +26,8 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
 from lion.trainer.state import RunData
+from tests.helpers import config_error
+from tests.layers.helpers import close
 from tests.trainer.toys import settings
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2}
@@ -111,7 +113,7 @@ def test_loss_is_a_mean_over_the_samples_of_the_global_batch():
             F.cross_entropy(outputs, data["label"]) if info.classes else ((outputs[:, 0] - data["label"]) ** 2).mean()
         )
         total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
-        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+        close(total, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_lit", "lion_s", "mamba", "deltanet"])
@@ -126,7 +128,7 @@ def test_padding_changes_no_logit(mixer):
     whole = own.outputs(net, data)
     assert longest < 16 and whole.std() > 0.01
     for other in (short, noise):
-        torch.testing.assert_close(own.outputs(net, other), whole, rtol=0, atol=1e-6)
+        close(own.outputs(net, other), whole, 1e-6)
 
 
 @torch.inference_mode()
@@ -174,17 +176,16 @@ def test_training_finds_the_letter(tmp_path):
 def test_labels_of_others_are_no_data_for_a_run():
     then = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("a", "b", "c"))
     assert LabelledTextInfo.from_dict(then.to_dict()) == then
-    with pytest.raises(ConfigError, match="was trained on other labels: they were a, b, c, and are no, yes now"):
-        INFO.check_same("run", then.to_dict())
-    with pytest.raises(ConfigError, match="they were no, yes, and are numbers now"):
-        NUMBERS.check_same("run", INFO.to_dict())
+    config_error(
+        "was trained on other labels: they were a, b, c, and are no, yes now", INFO.check_same, "run", then.to_dict()
+    )
+    config_error("they were no, yes, and are numbers now", NUMBERS.check_same, "run", INFO.to_dict())
     INFO.check_same("run", {**INFO.to_dict(), "length": 99})
     INFO.check_transfer("run", then.to_dict())  # the head is initialised again
     INFO.check_transfer("run", TextInfo(20, 16, "toy", "f" * 64, SPECIAL).to_dict())
     assert not INFO.shares_heads(then.to_dict()) and INFO.shares_heads(INFO.to_dict())
     for check in (INFO.check_same, INFO.check_transfer):
-        with pytest.raises(ConfigError, match="was trained with another vocabulary"):
-            check("run", {**INFO.to_dict(), "fingerprint": "0" * 64})
+        config_error("was trained with another vocabulary", check, "run", {**INFO.to_dict(), "fingerprint": "0" * 64})
 
 
 def test_metrics_that_do_not_fit_are_refused():

@@ -18,6 +18,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, set_form
 from lion.timm.layers import TimmAttention
 from tests.helpers import ROOT
+from tests.layers.helpers import close, refused
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
@@ -70,9 +71,9 @@ def test_every_form_of_a_padding_mask(kind):
     theirs, ours, x = layers("lion_s")
     y = theirs(x, attn_mask=MASKS[kind])
     assert torch.equal(y[VALID], ours(x, Layout.of(x, VALID))[VALID]) and y.isfinite().all()
-    torch.testing.assert_close(y[1:, :7], theirs(x[1:, :7]), rtol=0, atol=1e-6)
+    close(y[1:, :7], theirs(x[1:, :7]), 1e-6)
     everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    torch.testing.assert_close(theirs(x, attn_mask=everything), ours(x), rtol=0, atol=1e-6)
+    close(theirs(x, attn_mask=everything), ours(x), 1e-6)
 
 
 def test_the_mask_of_timms_naflex_model():
@@ -99,8 +100,7 @@ REFUSED = [
 def test_a_mask_that_linear_attention_cannot_express_is_refused():
     theirs, _, x = layers("lion_s")
     for mask, message in REFUSED:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            theirs(x, attn_mask=mask)
+        refused(re.escape(message), theirs, x, attn_mask=mask)
 
 
 def test_bad_arguments_are_refused():
@@ -115,16 +115,14 @@ def test_bad_arguments_are_refused():
         "score_dropout: timm passes it to the layer, as attn_drop": lambda: room.attention("gla", score_dropout=0.1),
         "score_dropout is not available": lambda: room.attention("deltanet")(DIM, HEADS, attn_drop=0.1),
     }.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
-            made()
+        refused(re.escape(message), made)
     x = torch.randn(1, LENGTH, DIM)
     for message, settings in {
         "is_causal: not available with direction 'backward'": {"direction": "backward"},
         "is_causal: not available with several scans": {"scans": ("row_snake", "column_snake")},
         "out_norm: 'batchnorm' averages over all tokens": {"out_norm": "batchnorm"},
     }.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
-            room.attention("lion_s", **settings)(DIM, HEADS)(x, is_causal=True)
+        refused(re.escape(message), room.attention("lion_s", **settings)(DIM, HEADS), x, is_causal=True)
 
 
 def test_the_arguments_of_timms_attention():
@@ -137,7 +135,7 @@ def test_the_arguments_of_timms_attention():
     x = torch.randn(2, LENGTH, DIM)
     q, k, v = layer.qkv(x).view(2, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
     expected = lion.linear_attention(layer.q_norm(q), layer.k_norm(k), v, feature_map="silu_shifted", form="full")
-    torch.testing.assert_close(layer(x), expected.transpose(1, 2).flatten(2) @ layer.proj.weight.T)
+    close(layer(x), expected.transpose(1, 2).flatten(2) @ layer.proj.weight.T)
 
     layer = room.LionAttention(DIM, HEADS, proj_drop=1.0, attn_drop=0.5)
     assert layer.config.score_dropout == 0.5 and layer.qkv.bias is None
@@ -164,7 +162,7 @@ def test_the_class_of_a_mixer_is_one_class_that_is_copied_and_pickled():
         assert torch.equal(other(x, is_causal=True), layer(x, is_causal=True))
         other.eval()
         set_form(other, "rnn", 2)
-        torch.testing.assert_close(other(x, is_causal=True), layer(x, is_causal=True))
+        close(other(x, is_causal=True), layer(x, is_causal=True))
         assert not other.causal_twin.training and other.causal_twin.form == "rnn"
         nn.init.zeros_(other.qkv.weight)
         assert layer.qkv.weight.any() and not other(x, is_causal=True).std(1).any()
@@ -182,13 +180,13 @@ def test_a_model_of_timm_with_our_layers(mixer):
     assert all(p.grad is not None for p in model.parameters())
     for form in ("chunk", "rnn"):
         set_form(model, form, 4)
-        torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-11)
+        close(model(images), expected, 1e-11)
     changed = torch.cat([images[..., :32, :], torch.randn(2, 3, 16, 48)], 2)  # the last row of patches
     keys = (torch.arange(10) < 7)[None, None, None]
     tokens, others = (model.forward_features(x, attn_mask=keys) for x in (images, changed))
     assert torch.equal(tokens[:, :7], others[:, :7])
     tokens, others = (model.forward_features(x, is_causal=True) for x in (images, changed))
-    torch.testing.assert_close(tokens[:, :7], others[:, :7], rtol=0, atol=1e-11)
+    close(tokens[:, :7], others[:, :7], 1e-11)
     assert not torch.allclose(tokens[:, 7:], others[:, 7:])
 
 
@@ -270,10 +268,9 @@ def test_hooks_and_adapters_count_in_causal_calls():
     nn.utils.parametrizations.weight_norm(layer.proj)
     called = []
     layer.proj.register_forward_hook(lambda *_: called.append(1))
-    torch.testing.assert_close(layer(x, is_causal=True), same(x))
+    close(layer(x, is_causal=True), same(x))
     assert called == [1] and layer(x).shape == x.shape
     layer.proj_drop.p = 1.0
     assert not layer(x, is_causal=True).any()
     layer.decays[0] = nn.ModuleList([layer.decays[0]])
-    with pytest.raises(ValueError, match=r"is_causal: decays.0.0.* was added; adapters .* qkv, proj"):
-        layer(x, is_causal=True)
+    refused(r"is_causal: decays.0.0.* was added; adapters .* qkv, proj", layer, x, is_causal=True)

@@ -10,6 +10,7 @@ from lion.layers.mixers.config import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.recipe import load_recipe
 from tests.helpers import ROOT
+from tests.layers.helpers import close, refused
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
@@ -73,7 +74,7 @@ def test_logits_and_gradients_are_those_of_our_vit_in_every_form_and_checkpointi
         with torch.no_grad():
             seen.append(ours(images()))
             assert torch.equal(theirs(images()), seen[-1]) and seen[-1].std() > 0.05
-    torch.testing.assert_close(seen[1:], seen[:1] * 2, rtol=0, atol=1e-4)
+    close(seen[1:], seen[:1] * 2, 1e-4)
 
 
 RECIPES = {"lion_": "lion_s", "lion_lit_": "lion_lit", "lion_d_": "lion_d", "lion_s_": "lion_s"}
@@ -105,9 +106,9 @@ def test_symbolic_traces_and_images_of_other_sizes(name):
     dynamic.load_state_dict(theirs.state_dict())
     for size in (SIDE, other, SIDE):
         model = theirs if size == SIDE else larger
-        torch.testing.assert_close(dynamic(images(size)), model(images(size)), rtol=0, atol=1e-5)
+        close(dynamic(images(size)), model(images(size)), 1e-5)
     theirs.set_input_size(other)
-    torch.testing.assert_close(theirs(images(other)), expected, rtol=0, atol=1e-5)
+    close(theirs(images(other)), expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["vit_lion_d_multiscan_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"])
@@ -128,7 +129,7 @@ def test_images_of_two_sizes_have_their_gradients(name):
     for recompute in (False, True):
         model.set_grad_checkpointing(recompute)
         for both, one, other in zip(gradients(tall, wide), *alone, strict=True):
-            torch.testing.assert_close(both, one + other)
+            close(both, one + other)
 
 
 def test_averages_keep_orders_and_coordinates():
@@ -175,7 +176,7 @@ def test_causal_models_and_masked_patches():
     x, keys = images(), (torch.arange(13) < 10)[None, None, None]
     y = theirs.forward_features(x, attn_mask=keys)[:, :10]
     x[:, :, 48:] = 0  # the last three patches
-    torch.testing.assert_close(y, theirs.forward_features(x, attn_mask=keys)[:, :10], rtol=0, atol=0)
+    close(y, theirs.forward_features(x, attn_mask=keys)[:, :10], 0)
     assert not torch.allclose(y, theirs.forward_features(x)[:, :10])
 
 
@@ -210,8 +211,8 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
         for other in (started, model):
             new = other.get_parameter(n)
             if n != "cls_token" and p.numel() > 500:  # timm starts cls at 1e-6, DeiT at 0.02
-                torch.testing.assert_close(new.std(), p.std(), rtol=0.15, atol=1e-9, msg=n)
-                torch.testing.assert_close(new.mean(), p.mean(), rtol=0.1, atol=0.01, msg=n)
+                close(new.std(), p.std(), atol=1e-9, rtol=0.15, msg=n)
+                close(new.mean(), p.mean(), atol=0.01, rtol=0.1, msg=n)
             assert new.isfinite().all()
 
 
@@ -272,13 +273,11 @@ REFUSED = {
 def test_what_timm_has_no_place_for_is_refused():
     for message, settings in REFUSED.items():
         config = ViTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings})
-        with pytest.raises(ValueError, match=message):
-            configs.arguments(config)
+        refused(message, configs.arguments, config)
 
 
 def test_wrong_arguments_of_a_model_are_refused():
-    with pytest.raises(ValueError, match="patch_drop_rate: not available"):
-        timm.create_model("vit_lion_tiny_patch16_224", patch_drop_rate=0.1)
+    refused("patch_drop_rate: not available", timm.create_model, "vit_lion_tiny_patch16_224", patch_drop_rate=0.1)
     with pytest.raises(TypeError, match="not_an_argument"):
         timm.create_model("vit_lion_tiny_patch16_224", not_an_argument=1)
 

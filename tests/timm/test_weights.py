@@ -8,11 +8,11 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 import lion
-from lion.config import ConfigError
 from lion.layers.mixers import MIXERS
 from lion.models.vit import ViTConfig
 from lion.runs import open_run
-from tests.helpers import ROOT, here, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, config_error, here, refuse, state_of, tiny_recipe
+from tests.layers.helpers import close
 from tests.timm.test_vision_transformer import randomise
 
 timm = pytest.importorskip("timm")
@@ -84,7 +84,7 @@ def test_a_trained_run_in_timm(tmp_path, capsys):
     picture = Image.effect_mandelbrot((8, 8), (-2, -1, 1, 1), 50)
     prepared = timm.data.create_transform(**data, is_training=False)(picture)
     mean, std = torch.tensor(info.mean)[:, None, None], torch.tensor(info.std)[:, None, None]
-    torch.testing.assert_close(prepared, (pil_to_tensor(picture) / 255 - mean) / std)  # as in the run, nothing is cut
+    close(prepared, (pil_to_tensor(picture) / 255 - mean) / std)  # as in the run, nothing is cut
     assert model.num_classes == 10 and model.pretrained_cfg["label_names"] == info.classes
     assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.1)
 
@@ -141,18 +141,17 @@ def test_weights_that_do_not_fit_a_recipe_are_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_runs_without_a_place_in_timm_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"run 'nowhere': no recipe.yaml in nowhere or"):
-        room.from_run("nowhere")
+    config_error(r"run 'nowhere': no recipe.yaml in nowhere or", room.from_run, "nowhere")
     pytest.importorskip("sklearn")
     changes = {"model": {"attention": {"direction": "alternating"}}, "trainer": {"steps": 1, "eval_every": 1}}
     assert here("train", tiny_recipe(tmp_path, **changes), "--no-eval") == 0
-    with pytest.raises(ConfigError, match=r"runs/tiny: model.attention.direction: timm's VisionTransformer has no"):
-        room.from_run(tmp_path / "runs/tiny")
+    config_error(
+        r"runs/tiny: model.attention.direction: timm's VisionTransformer has no", room.from_run, tmp_path / "runs/tiny"
+    )
     text = tmp_path / "text.txt"
     text.write_text("some words of a text\n" * 400)
     settings = [f"run.root={tmp_path}", "model.dim=16", "model.num_heads=2", "model.depth=1", "trainer.compile=false"]
     settings += ["data.name=text", f"data.path={text}", "data.tokenizer=bytes", "data.length=32", "trainer.steps=1"]
     settings += ["trainer.batch_size=4", "trainer.micro_batch=4", "trainer.precision=fp32", "schedule.warmup=0"]
     assert here("train", ROOT / "recipes/gpt2/gpt2_tiny_lion_s.yaml", "--no-eval", *settings) == 0
-    with pytest.raises(ConfigError, match="gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'"):
-        room.from_run(tmp_path / "gpt2_tiny_lion_s")
+    config_error("gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'", room.from_run, tmp_path / "gpt2_tiny_lion_s")

@@ -19,6 +19,7 @@ from lion.trainer.optim import to_seconds, to_share
 from lion.trainer.plan import make_plan
 from lion.trainer.state import TrainingClock
 from tests.helpers import ROOT, refuse, state_of, tiny_recipe
+from tests.layers.helpers import refused
 from tests.processes import in_ranks
 from tests.trainer import toys
 from tests.trainer.helpers import assert_close, lines, logged, same, stopped_at, train
@@ -54,8 +55,7 @@ def test_times():
     assert [to_seconds(t) for t in ("24", 24, "24 hours", "5ep", "h", "-1h")] == [None] * 6
     assert [to_share(t, 200) for t in ("60%", "1min", 0, "0")] == [120, 60, 0, 0]
     for bad in (5, "2ep", "soon"):
-        with pytest.raises(ValueError, match=r"expected percent .* in a time-limited run"):
-            to_share(bad, 200)
+        refused(r"expected percent .* in a time-limited run", to_share, bad, 200)
 
 
 def test_batches_grow_by_whole_starts_up_to_the_full_one():

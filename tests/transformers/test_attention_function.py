@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from lion.ops import Settings, linear_attention
 from lion.transformers import add_decays, check_attention
 from lion.transformers.attention import last_rows, register_attention
+from tests.layers.helpers import close, refused
 from tests.transformers.tiny import ids, left_padded
 
 NAMES = ["lion_lit", "lion_d"]
@@ -77,7 +78,7 @@ def test_every_layer_computes_the_published_attention(kind, name, monkeypatch):
         groups = query.shape[1] // key.shape[1]
         key, value = (x[0].repeat_interleave(groups, 0) for x in (key, value))
         wanted = by_hand(query[0], key, value, getattr(module, "lion_decay", None), causal=kind == "llama")
-        torch.testing.assert_close(y[0].transpose(0, 1), wanted, rtol=0, atol=1e-11)
+        close(y[0].transpose(0, 1), wanted, 1e-11)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -90,12 +91,12 @@ def test_padding_and_packed_rows_change_nothing(kind, name):
     places = (mask.cumsum(1) - 1).clamp(min=0)
     together = model(tokens, mask, position_ids=places).last_hidden_state
     for found, wanted in zip(together, alone):
-        torch.testing.assert_close(found[-len(wanted) :], wanted, rtol=0, atol=1e-11)
+        close(found[-len(wanted) :], wanted, 1e-11)
     if kind == "llama":
         packed = torch.cat([torch.arange(len(row)) for row in ROWS])[None]
         for wide in (model, made("mistral", name, sliding_window=64)) if name == "lion_lit" else (model,):
             found = wide(torch.cat(ROWS)[None], position_ids=packed, use_cache=False).last_hidden_state[0]
-            torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=1e-11)
+            close(found, torch.cat(alone), 1e-11)
 
 
 @torch.no_grad()
@@ -104,7 +105,7 @@ def test_a_decoder_generates_and_can_look_both_ways():
     whole = model(ROWS[1][None]).last_hidden_state
     first = model(ROWS[1][None, :5], use_cache=True)
     rest = model(ROWS[1][None, 5:], past_key_values=first.past_key_values).last_hidden_state
-    torch.testing.assert_close(torch.cat([first.last_hidden_state, rest], 1), whole, rtol=0, atol=1e-11)
+    close(torch.cat([first.last_hidden_state, rest], 1), whole, 1e-11)
     model.config.is_causal = False
     changed = ROWS[1].clone()
     changed[-1] = 7
@@ -160,10 +161,10 @@ def test_decays_are_saved_and_loaded(tmp_path):
         again = auto.from_pretrained(tmp_path, attn_implementation="lion_d")
         add_decays(again, LlamaAttention, tmp_path)
         found = again(ROWS[1][None], output_hidden_states=True)
-        torch.testing.assert_close(found.hidden_states[-1], wanted.hidden_states[-1], rtol=0, atol=0)
+        close(found.hidden_states[-1], wanted.hidden_states[-1], 0)
     again.save_pretrained(tmp_path / "body")
     add_decays(model, LlamaAttention, tmp_path / "body")
-    torch.testing.assert_close(model(ROWS[1][None]).logits, wanted.logits, rtol=0, atol=0)
+    close(model(ROWS[1][None]).logits, wanted.logits, 0)
     with pytest.raises(ValueError, match=r"add_decays: .*other does not have 4 decays for layers.0.self_attn"):
         add_decays(again, LlamaAttention, tmp_path / "other")
 
@@ -179,8 +180,11 @@ def test_each_tower_of_a_model_has_decays_of_its_own_heads():
 
 def test_what_cannot_be_expressed_is_refused():
     tokens = ROWS[1][None]
-    with pytest.raises(ValueError, match=r"documents, causal or in both directions, and no others \(sliding windows"):
-        made("mistral", "lion_lit", sliding_window=4)(tokens)
+    refused(
+        r"documents, causal or in both directions, and no others \(sliding windows",
+        made("mistral", "lion_lit", sliding_window=4),
+        tokens,
+    )
     model = made("llama", "lion_lit")
     for given, message in (
         ({"softcap": 30.0}, "lion_lit: softcap is not available"),
@@ -190,13 +194,10 @@ def test_what_cannot_be_expressed_is_refused():
             r"expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
-            model(tokens, **given)
+        refused(message, model, tokens, **given)
     model.set_attn_implementation("lion_d")
-    with pytest.raises(ValueError, match=r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt"):
-        model(tokens)
-    with pytest.raises(ValueError, match="LlamaModel has no module of the class BertSelfAttention"):
-        add_decays(model, BertSelfAttention)
+    refused(r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt", model, tokens)
+    refused("LlamaModel has no module of the class BertSelfAttention", add_decays, model, BertSelfAttention)
 
 
 @torch.no_grad()
@@ -236,7 +237,6 @@ def test_a_model_that_computes_attention_itself_is_refused(kind):
     if kind != "DebertaV2":  # which asks for no mask
         calls += [lambda: model(ROWS[0][None]), lambda: model(ROWS[0][None], torch.ones(1, 6))]
     for call in calls:
-        with pytest.raises(ValueError, match=f"^attn_implementation: {kind}Model computes attention itself, without"):
-            call()
+        refused(f"^attn_implementation: {kind}Model computes attention itself, without", call)
     for name in NAMES:
         check_attention(made("llama", name))

@@ -14,6 +14,7 @@ import transformers
 
 from lion.transformers import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, delta, use_delta_rule
 from lion.transformers.delta import causal_conv1d_fn
+from tests.layers.helpers import refused
 from tests.transformers.tiny import ids, left_padded
 
 LENGTHS = [7, 20, 1]
@@ -137,18 +138,16 @@ def test_packed_documents_are_separate(states):
         close(last, torch.cat([S for _, S in alone]))
     harmless = {"cu_seqlens_cpu": ends, "cp_context": None, "transpose_state_layout": False}
     close(chunk_gated_delta_rule(*given, **how, **harmless)[0], y)
-    refused = [
+    cases = [
         ({"use_gate_in_kernel": True}, "chunk_gated_delta_rule: use_gate_in_kernel: this option of fla is not"),
         ({"chunk_size": 0}, "chunk_size: expected"),
     ]
     for bad in ([0, 7, 20, 27], [0, 7, 20, 29], [1, 7, 20, 28], [0, 20, 7, 28]):
         message = rf"cu_seqlens: .* rise from 0 to 28 tokens, got \[{bad[0]}, {bad[1]}"
-        refused.append(({"cu_seqlens": torch.tensor(bad)}, message))
-    for changes, message in refused:
-        with pytest.raises(ValueError, match=message):
-            chunk_gated_delta_rule(*given, **how | changes)
-    with pytest.raises(ValueError, match="q: expected at least one token"):
-        chunk_gated_delta_rule(*(x[:, :0] for x in given), **EAGER)
+        cases.append(({"cu_seqlens": torch.tensor(bad)}, message))
+    for changes, message in cases:
+        refused(message, chunk_gated_delta_rule, *given, **how | changes)
+    refused("q: expected at least one token", chunk_gated_delta_rule, *(x[:, :0] for x in given), **EAGER)
     with pytest.raises(ValueError, match="cu_seqlens: expected packed documents in one row, got 2"):
         chunk_gated_delta_rule(*arguments(), cu_seqlens=ends, **EAGER)
 
@@ -204,8 +203,7 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
     wanted, gradients = outputs()
     alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows]).detach()
     text = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    with pytest.raises(ValueError, match="packed sequences"):
-        model(**batch, use_cache=False)
+    refused("packed sequences", model, **batch, use_cache=False)
 
     assert use_delta_rule(model, compile=False) == 3
     logits, found = outputs()

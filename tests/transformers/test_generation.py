@@ -10,6 +10,7 @@ import transformers
 import lion
 from lion.inference.text import Sampling
 from lion.transformers import LionCache, LionForCausalLM
+from tests.layers.helpers import close, refused
 from tests.transformers.tiny import ids, left_padded, made
 
 PARTS = {"attention": {"block": "published"}}  # short convolutions or a token shift, which have states
@@ -41,7 +42,7 @@ def test_greedy_generation_is_ours(mixer, settings):
     without, again = new(model, use_cache=False)
     assert torch.equal(without, found)
     for a, b in zip(first.logits, again.logits):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        close(a, b, 1e-5)
 
 
 def test_beams_and_samples_do_not_depend_on_the_cache():
@@ -69,10 +70,9 @@ def test_the_state_has_a_constant_size_and_continues():
     parts = [first.logits]
     for piece in (tokens[:, 3:8], tokens[:, 8:9], tokens[:, 9:]):
         parts.append(model(piece, past_key_values=cache).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits, rtol=0, atol=1e-11)
+    close(torch.cat(parts, 1), model(tokens).logits, 1e-11)
     assert size() == before and cache.get_seq_length() == 12
-    with pytest.raises(ValueError, match="LionCache: a recurrent state cannot forget"):
-        cache.crop(-1)
+    refused("LionCache: a recurrent state cannot forget", cache.crop, -1)
     cache.reset()
     assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
 
@@ -105,7 +105,7 @@ def test_rows_of_a_cache_are_selected_and_repeated():
     cache.batch_repeat_interleave(2)
     order = [2, 2, 0, 0]
     found = model(tokens[order, 5:], past_key_values=cache).logits
-    torch.testing.assert_close(found[:, 0], model(tokens[order]).logits[:, -1], rtol=0, atol=1e-11)
+    close(found[:, 0], model(tokens[order]).logits[:, -1], 1e-11)
 
 
 PACKED = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])}
@@ -135,11 +135,9 @@ def test_what_a_cache_cannot_do_is_refused():
         (ids(1, 27), {"past_key_values": cache}, "tokens: more than the 32 position embeddings"),
     ]
     for given, how, message in calls:
-        with pytest.raises(ValueError, match=message):
-            model(given, **how)
+        refused(message, model, given, **how)
     for how, message in (
         ({"past_key_values": other}, "cache: expected a LionCache, got DynamicCache"),
         ({"assistant_model": gpt()}, "assisted generation is not supported with stateful models"),
     ):
-        with pytest.raises(ValueError, match=message):
-            model.generate(tokens, max_new_tokens=2, **how)
+        refused(message, model.generate, tokens, max_new_tokens=2, **how)

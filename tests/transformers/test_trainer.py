@@ -15,6 +15,7 @@ from data.text.tokenizers import make_tokenizer
 from lion.transformers import LionConfig, LionForCausalLM, LionForMaskedLM, LionForSequenceClassification
 from lion.transformers.remote import AUTO
 from tests.helpers import ROOT, glue_folder
+from tests.layers.helpers import close
 from tools.export.transformers import save_tokenizer
 
 
@@ -55,7 +56,7 @@ def test_it_learns_glue_and_resumes_from_its_checkpoint(tmp_path):
     again = trainer()
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-15"))
     for a, b in zip(again.model.parameters(), whole.model.parameters()):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+        close(a, b, 1e-5)
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "checkpoint-30")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters()))
 
@@ -95,8 +96,8 @@ def test_the_readme_leads_from_data_to_the_hub(tmp_path, monkeypatch):
     assert (tuned - before).abs().max() > 1e-2
     model.save_pretrained("adapters")
     again = peft.PeftModel.from_pretrained(LionForSequenceClassification.from_pretrained("reviews_lion_s"), "adapters")
-    torch.testing.assert_close(again.eval()(**batch).logits, tuned)
-    torch.testing.assert_close(model.merge_and_unload()(**batch).logits, tuned, rtol=1e-4, atol=1e-4)
+    close(again.eval()(**batch).logits, tuned)
+    close(model.merge_and_unload()(**batch).logits, tuned, atol=1e-4, rtol=1e-4)
 
 
 def test_smoothed_labels_are_the_next_tokens(tmp_path):
@@ -109,7 +110,7 @@ def test_smoothed_labels_are_the_next_tokens(tmp_path):
         how = {"label_smoothing_factor": smoothing, "use_cpu": True, "report_to": []}
         trainer = transformers.Trainer(model, transformers.TrainingArguments(tmp_path, **how))
         loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
-        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        close(loss, expected, atol=0, rtol=1e-5)
 
 
 def test_every_class_is_in_the_tables_of_names():
