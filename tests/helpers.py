@@ -1,10 +1,12 @@
 """Helpers of several tests: tiny recipes, small data sets, and command-line calls."""
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +16,11 @@ import yaml
 from PIL import Image
 
 from lion.config import ConfigError, merge
+from lion.runs import build_on_meta
 from lion.trainer.checkpoint_files import load_state, newest
 from tools import __main__ as commands
 from tools.cli import run_command
+from tools.compose import describe_data, make_task, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +47,20 @@ def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
     path = Path(folder) / f"{name}.yaml"
     path.write_text(yaml.safe_dump(merge(merge(TINY, {"run": {"root": str(Path(folder) / "runs")}}), changes)))
     return path
+
+
+@functools.cache
+def built(name: str, *overrides: str):
+    """Return a resolved recipe, its model without storage, and the number of its samples."""
+    recipe = resolve(name, overrides)
+    info, samples, _ = describe_data(recipe, look=False)
+    return recipe, build_on_meta(make_task(recipe, info), recipe.model), samples
+
+
+def check_settings(settings, expected: dict) -> None:
+    """Compare settings with values by name, as in `optim.lr`."""
+    found = {name: attrgetter(name)(settings) for name in expected}
+    assert found == expected
 
 
 def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:

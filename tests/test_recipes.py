@@ -35,7 +35,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.optim import learning_rate
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import start_runtime
-from tests.helpers import ROOT, pictures
+from tests.helpers import ROOT, built, check_settings, pictures
 from tools.compose import describe_data, make_task, metric_of, resolve
 from tools.listing import recipe_files, recipe_path
 from tools.paper.results import open_store, rows_of
@@ -125,20 +125,40 @@ def test_a_recipe_states_its_claim_and_builds_what_it_names(path, tmp_path):
         assert plan.micro * plan.accumulation * 4 == 1024
 
 
+DEIT_SETTINGS = {
+    "data.rand_augment": "rand-m9-mstd0.5-inc1",
+    "data.repeats": 3,
+    "data.crop": 0.875,
+    "data.random_scale": (0.08, 1.0),
+    "data.flip": 0.5,
+    "data.image_size": (224, 224),
+    "task.label_smoothing": 0.1,
+    "task.mixup": 0.8,
+    "task.cutmix": 1.0,
+    "task.switch": 0.5,
+    "task.random_erasing": 0.25,
+    "model.drop_path": 0.1,
+    "model.dropout": 0,
+    "optim.lr": 5e-4,
+    "optim.lr_batch": 512,
+    "optim.weight_decay": 0.05,
+    "optim.no_decay": "deit",
+    "optim.betas": (0.9, 0.999),
+    "optim.eps": 1e-8,
+    "schedule.kind": "cosine",
+    "schedule.warmup": "5ep",
+    "schedule.warmup_lr": 1e-6,
+    "schedule.min_lr": 1e-5,
+    "schedule.overlay": True,
+    "trainer.epochs": 300,
+    "trainer.ema": 0.99996,
+    "trainer.clip_grad": None,
+}
+
+
 def test_deit_is_trained_as_published():
     """Check the resolved recipe against recipes.md 1.2."""
-    recipe = resolved("deit_base_lion_s")
-    data, task, optim, schedule, trainer = (
-        getattr(recipe, part) for part in ("data", "task", "optim", "schedule", "trainer")
-    )
-    assert (data.rand_augment, data.repeats, data.crop) == ("rand-m9-mstd0.5-inc1", 3, 0.875)
-    assert (data.random_scale, data.flip, data.image_size) == ((0.08, 1.0), 0.5, (224, 224))
-    assert (task.label_smoothing, task.mixup, task.cutmix, task.switch) == (0.1, 0.8, 1.0, 0.5)
-    assert task.random_erasing == 0.25 and recipe.model.drop_path == 0.1 and recipe.model.dropout == 0
-    assert (optim.lr, optim.lr_batch, optim.weight_decay, optim.no_decay) == (5e-4, 512, 0.05, "deit")
-    assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
-    assert (schedule.kind, schedule.warmup, schedule.warmup_lr, schedule.min_lr) == ("cosine", "5ep", 1e-6, 1e-5)
-    assert schedule.overlay and (trainer.epochs, trainer.ema, trainer.clip_grad) == (300, 0.99996, None)
+    check_settings(resolved("deit_base_lion_s"), DEIT_SETTINGS)
 
 
 # size: width, parameters, top-1 of LION's tables, learning rate of the batch, batch, weight decay, stochastic depth
@@ -153,51 +173,46 @@ VIMS = {
 def test_vim_is_trained_as_published_and_as_large(size):
     """Check the resolved recipe against recipes.md 8.2; the sizes are 7, 26 and 98 M in the papers."""
     dim, parameters, accuracy, lr, batch, weight_decay, drop_path = VIMS[size]
-    recipe = resolved(f"vim_{size}")
-    model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
-    assert count_parameters(model) == parameters and recipe.about.expected == f"{accuracy} top-1"
+    recipe, model, samples = built(f"vim_{size}")
+    assert count_parameters(model) == parameters
     assert (model.length, model.before, model.position.shape) == (197, 98, (1, 197, dim))
     assert len(model.encoder.blocks) == 24 and all(block.mlp is None for block in model.encoder.blocks)
     norms = [model.encoder.norm, *(block.norm1 for block in model.encoder.blocks)]
     assert all(isinstance(norm, RMSNorm) and norm.eps == 1e-5 for norm in norms)
-    built = recipe.model.resolved()
-    assert (built.readout, built.dim, built.drop_path, built.init) == ("cls", dim, drop_path, "vim")
-    plan = make_plan(recipe, samples=1_281_167, world=8)
-    assert plan.micro * plan.accumulation * 8 == recipe.trainer.batch_size == batch
-    assert recipe.optim.peak(batch) == pytest.approx(lr) and recipe.optim.weight_decay == weight_decay
+    check_settings(recipe.model.resolved(), {"readout": "cls", "dim": dim, "drop_path": drop_path, "init": "vim"})
+    plan = make_plan(recipe, samples=samples, world=8)
+    assert plan.micro * plan.accumulation * 8 == batch and recipe.optim.peak(batch) == pytest.approx(lr)
     deit = resolved("deit_small_softmax")
     assert (recipe.data, recipe.task, recipe.schedule) == (deit.data, deit.task, deit.schedule)
-    assert recipe.trainer.ema == 0.99996 and recipe.trainer.precision == "fp32"
+    settings = {"about.expected": f"{accuracy} top-1", "trainer.batch_size": batch, "optim.weight_decay": weight_decay}
+    check_settings(recipe, settings | {"trainer.ema": 0.99996, "trainer.precision": "fp32"})
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "linear", "lion_s"])
 def test_gpt2_is_trained_as_by_nanogpt(mixer):
     """Check the resolved recipe against recipes.md 5; LinAtt is the linear Transformer, Lion-S has no positions."""
-    recipe = resolved(f"gpt2_small_{mixer}")
-    info, samples, _ = describe_data(recipe, look=False)
-    model = build_on_meta(make_task(recipe, info), recipe.model)
+    recipe, model, samples = built(f"gpt2_small_{mixer}")
     gates = 12 * (768 * 12 + 12) if mixer == "lion_s" else 0
     positions = 0 if mixer == "lion_s" else 1024 * 768
     assert count_parameters(model) == 123_587_328 + gates + positions
     assert (model.length, model.vocabulary, len(model.tokens.weight)) == (1024, 50_257, 50_304)
-    attention = recipe.model.resolved().attention
-    assert (attention.direction, attention.decay_convention) == ("forward", None if mixer == "softmax" else "target")
-    plan, optim = make_plan(recipe, samples=samples, world=4), recipe.optim
-    assert (plan.total, plan.warmup, plan.micro * plan.accumulation * 4, plan.micro) == (600_000, 2000, 480, 12)
-    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (6e-4, (0.9, 0.95), 1e-8, 0.1)
-    assert optim.no_decay == "gpt" and recipe.trainer.clip_grad == 1 and recipe.trainer.precision == "bf16"
+    convention = None if mixer == "softmax" else "target"
+    check_settings(recipe.model.resolved().attention, {"direction": "forward", "decay_convention": convention})
+    plan = make_plan(recipe, samples=samples, world=4)
+    check_settings(plan, {"total": 600_000, "warmup": 2000, "accumulation": 10, "micro": 12})
+    settings = {"optim.lr": 6e-4, "optim.betas": (0.9, 0.95), "optim.eps": 1e-8, "optim.weight_decay": 0.1}
+    check_settings(recipe, settings | {"optim.no_decay": "gpt", "trainer.clip_grad": 1, "trainer.precision": "bf16"})
     assert_warms_up_as_nanogpt(recipe, plan, 6e-4, 6e-5)
 
 
 def test_shakespeare_is_trained_as_by_nanogpt_on_a_cpu():
-    recipe = resolved("shakespeare_char_softmax")
-    info, samples, _ = describe_data(recipe, look=False)
-    model = build_on_meta(make_task(recipe, info), recipe.model)
+    recipe, model, samples = built("shakespeare_char_softmax")
     assert (samples, model.vocabulary, model.length) == (1_003_855 - 64, 65, 64)
     assert count_parameters(model) == 795_904 + 64 * 128  # nanoGPT prints 0.80M, without the positions
-    plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
-    assert (plan.total, plan.micro, recipe.trainer.clip_grad, recipe.model.dropout) == (2000, 12, 1, 0)
-    assert (optim.betas, optim.weight_decay, optim.no_decay) == ((0.9, 0.99), 0.1, "gpt")
+    plan = make_plan(recipe, samples=samples, world=1)
+    check_settings(plan, {"total": 2000, "micro": 12})
+    settings = {"optim.betas": (0.9, 0.99), "optim.weight_decay": 0.1, "optim.no_decay": "gpt"}
+    check_settings(recipe, settings | {"trainer.clip_grad": 1, "model.dropout": 0})
     assert_warms_up_as_nanogpt(recipe, plan, 1e-3, 1e-4)
 
 
@@ -234,34 +249,45 @@ MLM = {  # Tables 10, 9, 11 and 3: MLM accuracy and our parameter counts; D and 
 def test_mlm_is_trained_as_published(name):
     """Check the resolved recipe against recipes.md 3.1 and 3.4."""
     row, expected, parameters = MLM[name]
-    recipe, text = resolved(f"mlm_{name}"), (ROOT / f"recipes/mlm/mlm_{name}.yaml").read_text()
+    recipe, model, samples = built(f"mlm_{name}")
     large, hf, hydra = name.startswith("large"), name.endswith("hf"), name.endswith("hydra")
-    assert recipe.about.row == row and recipe.about.expected == f"{expected:.2f} MLM accuracy"
-    assert text.startswith(f"# {row}: {recipe.about.expected} on C4.")
-    assert recipe.model.mixer == name.split("_", 1)[1].removesuffix("_hf").removesuffix("_positions")
-    info, samples, _ = describe_data(recipe, look=False)
-    task = make_task(recipe, info)
-    model = build_on_meta(task, recipe.model)
-    assert recipe.about.expected.endswith(f" {task.metric.title}")
+    assert_begins_with_its_claim(recipe_path(f"mlm_{name}"), "C4.")
+    assert metric_of(recipe).title == "MLM accuracy"
     assert count_parameters(model) == parameters
     assert (model.length, model.vocabulary, len(model.tokens.weight)) == (128, 30_522, 30_528)
-    assert (recipe.data.name, recipe.data.pack, info.id("mask")) == ("c4", "padded", 103)
-    assert (recipe.task.rate, recipe.task.eval_rate) == (0.15 if hf else 0.30, 0.15)
-    assert (recipe.task.masked, recipe.task.random) == (0.8, 0.1)
-    dropout, score_dropout = recipe.model.dropout, recipe.model.attention.score_dropout
-    assert (dropout, score_dropout, recipe.model.norm_eps) == (*((0, 0) if hydra else (0.1, 0.1)), 1e-12)
-    plan, optim, peak = make_plan(recipe, samples=samples, world=4), recipe.optim, 2e-4 if large else 8e-4
-    peak = 5e-4 if hf else peak
-    assert (plan.total, plan.warmup, plan.micro * plan.accumulation * 4) == (70_000, 4_200, 4096)
-    assert plan.micro == (64 if large else 128)
-    assert (optim.peak(4096), optim.betas, optim.eps) == (peak, (0.9, 0.98), 1e-6)
-    assert optim.no_decay == ("deit" if hydra else "none")
-    assert optim.weight_decay == pytest.approx(1e-5 / peak)
-    assert (recipe.schedule.kind, recipe.schedule.min_lr) == ("linear", pytest.approx(0.02 * peak))
-    assert (recipe.trainer.precision, recipe.trainer.clip_grad, recipe.seed) == (
-        "bf16",
-        1 if hydra else None,
-        17,
+    plan = make_plan(recipe, samples=samples, world=4)
+    micro = 64 if large else 128
+    check_settings(plan, {"total": 70_000, "warmup": 4_200, "micro": micro, "accumulation": 1024 // micro})
+    peak = 2e-4 if large else 8e-4
+    if hf:
+        peak = 5e-4
+    assert recipe.optim.peak(4096) == peak
+    dropout = 0 if hydra else 0.1
+    check_settings(
+        recipe,
+        {
+            "about.row": row,
+            "about.expected": f"{expected:.2f} MLM accuracy",
+            "data.name": "c4",
+            "data.pack": "padded",
+            "task.rate": 0.15 if hf else 0.30,
+            "task.eval_rate": 0.15,
+            "task.masked": 0.8,
+            "task.random": 0.1,
+            "model.mixer": name.split("_", 1)[1].removesuffix("_hf").removesuffix("_positions"),
+            "model.dropout": dropout,
+            "model.attention.score_dropout": dropout,
+            "model.norm_eps": 1e-12,
+            "optim.betas": (0.9, 0.98),
+            "optim.eps": 1e-6,
+            "optim.no_decay": "deit" if hydra else "none",
+            "optim.weight_decay": pytest.approx(1e-5 / peak),
+            "schedule.kind": "linear",
+            "schedule.min_lr": pytest.approx(0.02 * peak),
+            "trainer.precision": "bf16",
+            "trainer.clip_grad": 1 if hydra else None,
+            "seed": 17,
+        },
     )
 
 
@@ -271,18 +297,17 @@ HYDRA = {"small": (384, 21, 12, 21_917_404), "base": (768, 24, 24, 93_204_136), 
 @pytest.mark.parametrize("size", HYDRA)
 def test_hydra_is_trained_as_published(size):
     """Check the resolved recipe against recipes.md 8.1: 22 M (small), 91 M (93 M by layers) and 104 M (base)."""
-    recipe = resolved(f"hydra_{size}")
-    info, samples, _ = describe_data(recipe, look=False)
-    model = build_on_meta(make_task(recipe, info), recipe.model)
+    recipe, model, samples = built(f"hydra_{size}")
     m = recipe.model
     assert (m.dim, m.depth, m.num_heads, count_parameters(model)) == HYDRA[size]
     assert (m.mlp == "mlp") == (size == "base_mlp") and model.position is None
     assert [(a.config.expand, a.config.state, a.config.conv_width) for a in mixers_of(model)] == [(2, 64, 7)] * m.depth
-    plan, data, task = make_plan(recipe, samples=samples, world=4), recipe.data, recipe.task
-    assert (plan.total, plan.warmup, recipe.optim.peak(1024)) == (375_300, 12_510, pytest.approx(1e-3))
-    assert (m.drop_path, recipe.optim.weight_decay, recipe.optim.betas) == (0.5, 0.05, (0.9, 0.999))
-    assert (data.rand_augment, data.repeats, task.mixup, task.cutmix) == ("rand-m9-mstd0.5-inc1", 1, 0.8, 1.0)
-    assert (task.random_erasing, task.label_smoothing, recipe.trainer.ema) == (0.25, 0.1, None)
+    check_settings(make_plan(recipe, samples=samples, world=4), {"total": 375_300, "warmup": 12_510})
+    assert recipe.optim.peak(1024) == pytest.approx(1e-3)
+    own = {"data.repeats": 1, "model.drop_path": 0.5, "trainer.ema": None}
+    alike = ("data.rand_augment", "task.mixup", "task.cutmix", "task.random_erasing", "task.label_smoothing")
+    alike += ("optim.weight_decay", "optim.betas")
+    check_settings(recipe, own | {name: DEIT_SETTINGS[name] for name in alike})
 
 
 def test_mlm_of_the_released_code():
@@ -291,50 +316,65 @@ def test_mlm_of_the_released_code():
     assert [(a.feature_map, a.normalize) for a in built] == [("silu_shifted", "sum"), ("identity", "none")]
 
 
+CRAMMING = {
+    "model.depth": 16,
+    "model.dim": 768,
+    "model.num_heads": 12,
+    "model.block": "pre_norm",
+    "model.norm_eps": 1e-12,
+    "model.mlp": "glu_gelu",
+    "model.mlp_ratio": 2,
+    "model.bias": False,
+    "model.head_transform": False,
+    "model.position_kind": "scaled_sinusoidal",
+    "model.dropout": 0,
+    "model.attention.score_dropout": 0,
+    "model.init_std": 0.02,
+    "model.token_types": 0,
+    "data.name": "pile",
+    "data.pack": "documents",
+    "data.document_mask": False,
+    "task.rate": 0.25,
+    "task.masked": 0.8,
+    "task.random": 0.1,
+    "optim.betas": (0.9, 0.98),
+    "optim.eps": 1e-12,
+    "optim.weight_decay": 0.01,
+    "optim.no_decay": "deit",
+    "trainer.clip_grad": 0.5,
+}
+
+
 def test_cramming_is_trained_as_by_its_authors():
     """Check the resolved recipe against recipes.md 7.4."""
-    recipe = resolved("cramming_bert")
-    info, samples, _ = describe_data(recipe, look=False)
-    model = build_on_meta(make_task(recipe, info), recipe.model)
+    recipe, model, samples = built("cramming_bert")
     assert count_parameters(model) == 119_589_889 and (model.vocabulary, model.length) == (32_768, 128)
-    m = recipe.model
-    assert (m.depth, m.dim, m.num_heads, m.block, m.norm_eps) == (16, 768, 12, "pre_norm", 1e-12)
-    assert (m.mlp, m.mlp_ratio, m.bias, m.head_transform, m.position_kind) == (
-        *("glu_gelu", 2, False, False, "scaled_sinusoidal"),
-    )
-    assert (m.dropout, m.attention.score_dropout, m.init_std, m.token_types) == (0, 0, 0.02, 0)
-    assert (recipe.data.name, recipe.data.pack, recipe.data.document_mask) == ("pile", "documents", False)
-    assert (recipe.task.rate, recipe.task.masked, recipe.task.random) == (0.25, 0.8, 0.1)
-    plan, optim = make_plan(recipe, samples=samples, world=1), recipe.optim
-    assert (plan.seconds, plan.warmup, plan.micro, plan.batch(0), plan.batch(0.6 * 86_400)) == (
-        86_400,
-        0,
-        128,
-        128,
-        8192,
-    )
-    assert (optim.peak(8192), optim.betas, optim.eps) == (1e-3, (0.9, 0.98), 1e-12)
-    assert (optim.weight_decay, optim.no_decay, recipe.trainer.clip_grad) == (0.01, "deit", 0.5)
+    check_settings(recipe, CRAMMING)
+    plan = make_plan(recipe, samples=samples, world=1)
+    check_settings(plan, {"seconds": 86_400, "warmup": 0, "micro": 128})
+    assert (plan.batch(0), plan.batch(0.6 * 86_400), recipe.optim.peak(8192)) == (128, 8192, 1e-3)
     how = {"config": recipe.schedule, "peak": 1e-3, "warmup": plan.warmup, "total": plan.length}
     rates = [learning_rate(3600 * hour, **how) for hour in (0, 18, 24)]
     assert rates == pytest.approx([2.5e-4, 1e-3, 0])
 
 
+LIGHTNET_ATTENTION = {
+    "attention.rotation": "lrpe",
+    "attention.direction": "both",
+    "attention.out_norm": "rmsnorm",
+    "attention.out_gate": "sigmoid",
+}
+
+
 @pytest.mark.parametrize(("name", "tpe"), [("lightnet", 64), ("lightnet_no_tpe", 0)])
 def test_cramming_with_lightnet_differs_by_the_mixer_and_what_knows_order(name, tpe):
     """Check that all other settings are those of crammed BERT (recipes.md 7.4, "otherwise as cramming")."""
-    recipe, bert = (resolved(f"cramming_{row}") for row in (name, "bert"))
-    differing = {key for key, value in flatten(to_dict(bert)).items() if flatten(to_dict(recipe))[key] != value}
+    recipe, model, _ = built(f"cramming_{name}")
+    ours, theirs = (flatten(to_dict(each)) for each in (recipe, resolved("cramming_bert")))
+    differing = {key for key, value in theirs.items() if ours[key] != value}
     own = {"model.mixer", "model.tpe", "model.position_embedding", "model.attention.rotation"}
     assert own - {"model.tpe"} <= differing <= own | {"run.name", "about.row", "about.expected"}
-    built = recipe.model.resolved()
-    assert (built.tpe, built.attention.rotation, built.position_embedding) == (tpe, "lrpe", False)
-    assert (built.attention.direction, built.attention.out_norm, built.attention.out_gate) == (
-        "both",
-        "rmsnorm",
-        "sigmoid",
-    )
-    model = build_on_meta(make_task(recipe, describe_data(recipe, look=False)[0]), recipe.model)
+    check_settings(recipe.model.resolved(), {"tpe": tpe, "position_embedding": False, **LIGHTNET_ATTENTION})
     gates, norms, places = 16 * 2 * 64 * 768, 16 * 768, 1
     assert count_parameters(model) == 119_589_889 + gates + norms - places + 2 * 768 * tpe
 
@@ -360,25 +400,38 @@ ACCURACY = {
 def test_long_range_arena_is_trained_as_by_s5(task):
     depth, dim, dropout, slow, lr, batch, epochs, decay, warmup, gate, momentum, seed = S5[task]
     place = list(S5).index(task)
+    settings = {
+        "model.depth": depth,
+        "model.dim": dim,
+        "model.dropout": dropout,
+        "model.mlp": gate,
+        "model.norm_momentum": momentum,
+        "model.block": "s5",
+        "model.norm": "batchnorm",
+        "model.init": "lra",
+        "model.init_std": 0.1,
+        "optim.lr": lr,
+        "optim.weight_decay": decay,
+        "optim.betas": (0.9, 0.999),
+        "optim.eps": 1e-8,
+        "optim.lr_batch": None,
+        "trainer.batch_size": batch,
+        "trainer.epochs": epochs,
+        "seed": seed,
+    }
     for mixer, numbers in ACCURACY.items():
         recipe = resolved(f"lra_{task}_{mixer}")
-        m, optim = recipe.model, recipe.optim
         expected = f"{numbers[place]} accuracy" if numbers[place] else "fail"
-        assert recipe.about.expected == expected
-        assert (m.depth, m.dim, m.dropout, m.mlp, m.norm_momentum) == (depth, dim, dropout, gate, momentum)
-        assert (m.block, m.norm, m.init, m.init_std) == ("s5", "batchnorm", "lra", 0.1)
-        assert optim.lr == lr and optim.lr * m.memory_lr == pytest.approx(slow, rel=1e-3)
-        assert (optim.weight_decay, optim.betas, optim.eps, optim.lr_batch) == (decay, (0.9, 0.999), 1e-8, None)
-        assert (recipe.trainer.batch_size, recipe.trainer.epochs, recipe.seed) == (batch, epochs, seed)
+        check_settings(recipe, {**settings, "about.expected": expected})
+        assert lr * recipe.model.memory_lr == pytest.approx(slow, rel=1e-3)
         plan = make_plan(recipe, samples=describe_data(recipe, look=False)[1], world=1)
         assert plan.warmup == warmup * plan.steps_per_epoch and plan.accumulation == 1
         assert learning_rate(plan.total, config=recipe.schedule, peak=lr, warmup=plan.warmup, total=plan.total) == 0
-        c = m.resolved()
+        c = recipe.model.resolved()
         assert c.position_embedding == (mixer in ("softmax", "lion_lit"))
         if mixer in ("lion_d", "lion_s"):
             least = 1e-4 if task == "pathx" else 1e-3
-            assert (c.attention.spectrum, c.attention.value_start) == ("legs", "zoh")
-            assert (c.attention.dt_min, c.attention.dt_max) == (least, 0.1)
+            check_settings(c.attention, {"spectrum": "legs", "value_start": "zoh", "dt_min": least, "dt_max": 0.1})
 
 
 @pytest.mark.parametrize("task", S5)
@@ -423,10 +476,9 @@ LIGHTNET = {  # Table 1 of the paper: millions of parameters as printed, top-1; 
 }
 
 
-def millions(recipe, printed: str) -> str:
-    """Count the parameters in millions, with as many decimals as `printed`."""
-    info = describe_data(recipe, look=False)[0]
-    count = count_parameters(build_on_meta(make_task(recipe, info), recipe.model))
+def millions(name: str, printed: str) -> str:
+    """Count the parameters of a recipe's model in millions, with as many decimals as `printed`."""
+    count = count_parameters(built(name)[1])
     return f"{count / 1e6:.{len(printed.partition('.')[2])}f}"
 
 
@@ -434,46 +486,59 @@ def millions(recipe, printed: str) -> str:
 def test_lightnet_is_trained_as_published_and_as_large(size):
     """Check the resolved recipe against recipes.md 7.1 to 7.3."""
     (dim, heads), full, no_tpe, no_lrpe = LIGHTNET[size]
-    rows = {"": full, "_no_tpe": no_tpe, "_no_lrpe": (full[0], no_lrpe)}
-    for left_out, (parameters, accuracy) in rows.items():
-        recipe = resolved(f"lightnet_{size}{left_out}")
-        text = (ROOT / f"recipes/lightnet/lightnet_{size}{left_out}.yaml").read_text()
-        assert recipe.about.expected == f"{accuracy:.2f} top-1"
-        assert text.startswith(f"# {recipe.about.row}: {recipe.about.expected} on ImageNet-1k.")
-        assert millions(recipe, parameters) == parameters
-        c = recipe.model.resolved()
-        assert (c.dim, c.depth, c.num_heads, c.patch_size, c.cls, c.readout) == (
-            dim,
-            12,
-            heads,
-            (16, 16),
-            False,
-            "mean",
-        )
-        assert (c.tpe, c.attention.rotation) == (
-            0 if left_out == "_no_tpe" else 64,
-            "none" if left_out == "_no_lrpe" else "lrpe",
-        )
-        said = {"": "", "_no_tpe": " without TPE", "_no_lrpe": " without rotation"}[left_out]
-        assert recipe.model.label() == f"lightnet{said}" and not c.position_embedding
-        plan, optim = make_plan(recipe, samples=1_281_167, world=8), recipe.optim
-        assert (optim.peak(2048), optim.betas, optim.eps) == (pytest.approx(2e-3), (0.9, 0.98), 1e-8)
-        assert optim.weight_decay == (0.1 if size == "base" else 0.05) and recipe.trainer.clip_grad == 5
+    rows = {  # parameters and top-1, TPE, rotation, and words of the label
+        "": (full, 64, "lrpe", ""),
+        "_no_tpe": (no_tpe, 0, "lrpe", " without TPE"),
+        "_no_lrpe": ((full[0], no_lrpe), 64, "none", " without rotation"),
+    }
+    for left_out, ((parameters, accuracy), tpe, rotation, said) in rows.items():
+        name = f"lightnet_{size}{left_out}"
+        recipe = resolved(name)
+        assert_begins_with_its_claim(recipe_path(name), "ImageNet-1k.")
+        assert millions(name, parameters) == parameters
+        shape = {"dim": dim, "depth": 12, "num_heads": heads, "patch_size": (16, 16), "cls": False, "readout": "mean"}
+        order = {"tpe": tpe, "attention.rotation": rotation, "position_embedding": False}
+        check_settings(recipe.model.resolved(), shape | order)
+        assert recipe.model.label() == f"lightnet{said}"
+        plan = make_plan(recipe, samples=1_281_167, world=8)
         assert (plan.micro * plan.accumulation * 8, plan.warmup) == (2048, 20 * plan.steps_per_epoch)
-        assert recipe.trainer.epochs == 300 and recipe.data.rand_augment == "rand-m9-mstd0.5-inc1"
+        assert recipe.optim.peak(2048) == pytest.approx(2e-3)
+        check_settings(
+            recipe,
+            {
+                "about.expected": f"{accuracy:.2f} top-1",
+                "optim.betas": (0.9, 0.98),
+                "optim.eps": 1e-8,
+                "optim.weight_decay": 0.1 if size == "base" else 0.05,
+                "trainer.clip_grad": 5,
+                "trainer.epochs": 300,
+                "data.rand_augment": "rand-m9-mstd0.5-inc1",
+            },
+        )
 
 
 def test_lightnet_on_wikitext_is_trained_as_published():
-    recipe = resolved("lightnet_wikitext103")
-    optim, schedule = recipe.optim, recipe.schedule
-    assert recipe.about.expected == "23.09 perplexity" and millions(recipe, "45.07") == "45.07"
-    assert millions(resolved("lightnet_wikitext103_no_tpe"), "45.0") == "45.0"
-    assert (recipe.data.name, recipe.data.length, recipe.data.tokenizer) == ("wikitext103", 513, "gpt2")
-    assert (recipe.trainer.batch_size, recipe.trainer.steps, recipe.trainer.clip_grad) == (128, 50_000, None)
-    assert (optim.lr, optim.lr_batch, optim.betas, optim.eps, optim.weight_decay) == (
-        *(5e-4, None, (0.9, 0.999), 1e-8, 0.1),
+    assert millions("lightnet_wikitext103", "45.07") == "45.07"
+    assert millions("lightnet_wikitext103_no_tpe", "45.0") == "45.0"
+    check_settings(
+        resolved("lightnet_wikitext103"),
+        {
+            "about.expected": "23.09 perplexity",
+            "data.name": "wikitext103",
+            "data.length": 513,
+            "data.tokenizer": "gpt2",
+            "trainer.batch_size": 128,
+            "trainer.steps": 50_000,
+            "trainer.clip_grad": None,
+            "optim.lr": 5e-4,
+            "optim.lr_batch": None,
+            "optim.betas": (0.9, 0.999),
+            "optim.eps": 1e-8,
+            "optim.weight_decay": 0.1,
+            "schedule.kind": "inverse_sqrt",
+            "schedule.warmup": 4000,
+        },
     )
-    assert (schedule.kind, schedule.warmup) == ("inverse_sqrt", 4000)
 
 
 def test_ablations_of_lightnet_are_distinguished():
@@ -491,11 +556,10 @@ def test_lightnet_on_the_pile_is_as_large_as_table_4_says():
     sizes = {}
     for name, expected in perplexity.items():
         recipe = resolved(f"lightnet_lm_{name}")
-        assert recipe.about.expected == f"{expected} perplexity"
-        assert (recipe.model.depth, recipe.model.dim, recipe.optim.lr) == (26, 1024, 3e-4)
-        assert recipe.trainer.batch_size == 15 * 8
-        assert recipe.trainer.steps * recipe.trainer.batch_size * 2048 == pytest.approx(1e10, rel=1e-4)
-        sizes[name] = float(millions(recipe, "0.0"))
+        settings = {"about.expected": f"{expected} perplexity", "trainer.batch_size": 15 * 8}
+        check_settings(recipe, settings | {"model.depth": 26, "model.dim": 1024, "optim.lr": 3e-4})
+        assert recipe.trainer.steps * 15 * 8 * 2048 == pytest.approx(1e10, rel=1e-4)
+        sizes[name] = float(millions(f"lightnet_lm_{name}", "0.0"))
     assert sizes["full"] == pytest.approx(379, rel=0.01) and sizes["no_share"] == pytest.approx(385, rel=0.015)
     assert sizes["no_share"] - sizes["full"] == pytest.approx(6.8)
 
@@ -516,7 +580,7 @@ def test_lightnet_has_the_shapes_of_its_table_10(name, shape, billions, gpus):
     assert (model.dim, model.depth, model.num_heads, trainer.micro_batch) == shape
     assert (trainer.batch_size, recipe.optim.lr) == (shape[-1] * gpus, 3e-4)
     assert trainer.steps * trainer.batch_size * 2048 == pytest.approx(1e11, rel=1e-4)
-    assert float(millions(recipe, "0.0")) / 1e3 == pytest.approx(billions, rel=0.03)
+    assert float(millions(f"lightnet_lm_{name}", "0.0")) / 1e3 == pytest.approx(billions, rel=0.03)
 
 
 EXPECTED = {  # Tables 2 and 12; softmax: results of DeiT
@@ -528,12 +592,17 @@ EXPECTED = {  # Tables 2 and 12; softmax: results of DeiT
 
 @pytest.mark.parametrize("path", [*DEIT, *CIFAR100, *VIM], ids=lambda p: p.stem)
 def test_a_claim_is_that_of_its_table_and_said_once(path):
-    recipe, text = resolved(path), path.read_text()
     if path in DEIT:
         size, mixer = path.stem.removeprefix("deit_").split("_", 1)
         expected = EXPECTED[size][mixer.replace("_multiscan", "♮")]
-        assert recipe.about.expected == f"{expected:.1f} top-1"
-    assert text.startswith(f"# {recipe.about.row}: {recipe.about.expected} on ")
+        assert resolved(path).about.expected == f"{expected:.1f} top-1"
+    assert_begins_with_its_claim(path)
+
+
+def assert_begins_with_its_claim(path, data=""):
+    """Check that the comment in a recipe's first line says its row and result, on data of this name."""
+    about = resolved(path).about
+    assert path.read_text().startswith(f"# {about.row}: {about.expected} on {data}")
 
 
 def test_an_end_above_the_beginning(tmp_path):
@@ -579,7 +648,7 @@ def test_a_resolved_recipe_reads_back(path, tmp_path):
     if ENTRIES[mixer].layer.Config is AttentionConfig:  # other mixers require their special settings
         choices = (SOFTMAX, *LINEAR)
         mixer = choices[RECIPES.index(path) % len(choices)]  # neighbours take different mixers
-    assert built(stored, mixer) == built(path, mixer)
+    assert model_with(stored, mixer) == model_with(path, mixer)
 
 
 def test_a_stored_recipe_takes_every_mixer(tmp_path):
@@ -590,10 +659,10 @@ def test_a_stored_recipe_takes_every_mixer(tmp_path):
         stored.write_text(dump_recipe(resolved(path)))
         assert isinstance(load_recipe(stored).data, dict)
         for mixer in (SOFTMAX, *LINEAR):
-            assert built(stored, mixer) == built(path, mixer), mixer
+            assert model_with(stored, mixer) == model_with(path, mixer), mixer
 
 
-def built(path, mixer):
+def model_with(path, mixer):
     """Return the model settings of a recipe with another mixer, or the message of the error."""
     try:
         return resolve(path, [f"model.mixer={mixer}"]).model.resolved()
