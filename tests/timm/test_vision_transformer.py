@@ -25,6 +25,11 @@ EACH = pytest.mark.parametrize("name", TINY)
 SIDE, PATCH, CLASSES = (64, 48), 16, 5
 
 
+def made(name, size=SIDE, depth=2, **settings):
+    """Return a small model of timm."""
+    return timm.create_model(name, img_size=size, **{"depth": depth, "num_classes": CLASSES, **settings})
+
+
 def randomise(model):
     """Set random weights with which every part of a model affects the logits."""
     torch.manual_seed(1)
@@ -34,9 +39,9 @@ def randomise(model):
     return model.eval()
 
 
-def pair(name, size=SIDE, **settings):
+def pair(name, size=SIDE):
     """Return a small model for timm and our ViT, with the same weights."""
-    theirs = randomise(timm.create_model(name, img_size=size, depth=2, num_classes=CLASSES, **settings))
+    theirs = randomise(made(name, size))
     ours = vit(name, size)
     taken, held = weights.timm_weights(ours.state_dict()), theirs.state_dict()
     assert {n: w.shape for n, w in taken.items()} == {n: w.shape for n, w in held.items()}
@@ -102,7 +107,7 @@ def test_symbolic_traces_and_images_of_other_sizes(name):
     larger = vit(name, other)
     larger.load_state_dict(larger.adapt(ours.state_dict(), ours))
     expected = larger.eval()(images(other))
-    dynamic = timm.create_model(name, img_size=SIDE, depth=2, num_classes=CLASSES, dynamic_img_size=True).eval()
+    dynamic = made(name, dynamic_img_size=True).eval()
     dynamic.load_state_dict(theirs.state_dict())
     for size in (SIDE, other, SIDE):
         model = theirs if size == SIDE else larger
@@ -114,8 +119,7 @@ def test_symbolic_traces_and_images_of_other_sizes(name):
 @pytest.mark.parametrize("name", ["vit_lion_d_multiscan_tiny_patch16_224", "vit_lion_lightnet_tiny_patch16_224"])
 def test_images_of_two_sizes_have_their_gradients(name):
     """Check two sizes with one number of patches in a backward pass, recomputed or not, after an evaluation of one."""
-    settings = dict(img_size=SIDE, depth=1, num_classes=CLASSES, dynamic_img_size=True, drop_path_rate=0.0)
-    model = randomise(timm.create_model(name, **settings))
+    model = randomise(made(name, depth=1, dynamic_img_size=True, drop_path_rate=0.0))
     tall, wide = images((64, 32)), images((32, 64))
     with torch.inference_mode():
         model(tall)
@@ -133,7 +137,7 @@ def test_images_of_two_sizes_have_their_gradients(name):
 
 
 def test_averages_keep_orders_and_coordinates():
-    model = randomise(timm.create_model(TINY[-1], img_size=SIDE, depth=1, num_classes=CLASSES))
+    model = randomise(made(TINY[-1], depth=1))
     mean = AveragedModel(model, use_buffers=True, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
     for _ in range(20):
         mean.update_parameters(model)
@@ -181,7 +185,7 @@ def test_causal_models_and_masked_patches():
 
 
 def test_parameters_are_grouped_for_optimizers():
-    model = timm.create_model("vit_lion_lightnet_tiny_patch16_224", img_size=SIDE, depth=2)
+    model = made("vit_lion_lightnet_tiny_patch16_224")
     plain, decayed = timm_optim.param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     assert plain["weight_decay"] == 0 and {id(p) for p in model.tpe.parameters()} <= {id(p) for p in plain["params"]}
     assert id(model.head.weight) in {id(p) for p in decayed["params"]}
@@ -191,19 +195,24 @@ def test_parameters_are_grouped_for_optimizers():
     assert scales == [0.125, 0.25, 1] and scale[id(model.patch_embed.proj.weight)] == 0.125
 
 
+@torch.no_grad()
+def spoil(model):
+    """Overwrite all weights and buffers."""
+    for t in (*model.parameters(), *model.buffers()):
+        t.fill_(torch.nan if t.is_floating_point() else 1)
+
+
 @EACH
 def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
-    settings = dict(img_size=SIDE, depth=2, num_classes=CLASSES)
     torch.manual_seed(0)
-    started, ours = timm.create_model(name, **settings), vit(name)
-    model = timm.create_model(name, device="meta", **settings)
+    started, ours = made(name), vit(name)
+    model = made(name, device="meta")
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
     model = model.to_empty(device="cpu")
     model.load_state_dict(started.state_dict())  # the coordinates are in no file of weights
     with torch.no_grad():
         assert torch.equal(model.eval()(images()), started.eval()(images()))
-        for t in (*model.parameters(), *model.buffers()):
-            t.fill_(torch.nan if t.is_floating_point() else 1)
+    spoil(model)
     model.init_weights()
     assert torch.equal(model.place.coords, started.place.coords) and model(images()).isfinite().all()
     for n, p in ours.named_parameters():
@@ -219,18 +228,16 @@ def test_models_start_as_ours_and_are_initialised_after_the_meta_device(name):
 @pytest.mark.slow
 def test_biases_of_convolutions_are_initialised_after_the_meta_device():
     kind = room.attention("lion_s", conv_width=3)
-    settings = dict(img_size=32, embed_dim=30, num_heads=3, depth=1, attn_layer=kind)
-    model = timm.create_model("vit_tiny_patch16_224", device="meta", **settings).to_empty(device="cpu")
-    with torch.no_grad():
-        for t in (*model.parameters(), *model.buffers()):
-            t.fill_(torch.nan)
+    sizes = dict(embed_dim=30, num_heads=3, depth=1)
+    model = made("vit_tiny_patch16_224", 32, device="meta", attn_layer=kind, **sizes).to_empty(device="cpu")
+    spoil(model)
     model.init_weights(needs_reset=True)
     assert model.blocks[0].attn.conv.bias is not None
     assert [name for name, t in model.named_parameters() if not t.isfinite().all()] == []
 
 
 def test_prefix_tokens_do_not_decay():
-    model = timm.create_model("vit_lion_s_tiny_patch16_224", img_size=32, depth=1, reg_tokens=3)
+    model = made("vit_lion_s_tiny_patch16_224", 32, depth=1, reg_tokens=3)
     assert model.place.special.tolist() == [True] * 4 + [False] * 4
     assert model.place().coords[:, 4:].tolist() == [[0, 0, 1, 1], [0, 1, 0, 1]]
     seen = []
@@ -255,25 +262,25 @@ def test_softmax_is_timms_own_attention():
     assert arguments["attn_layer"] is timm_layers.Attention and arguments["global_pool"] == "token"
 
 
-REFUSED = {
-    "block: timm's VisionTransformer has no place for 'post_norm'": {"block": "post_norm"},
-    "cls_place: timm's VisionTransformer has no place for 'middle'": {"cls_place": "middle"},
-    "mlp: timm's VisionTransformer has no place for 'none'": {"mlp": "none"},
-    "distilled: timm's VisionTransformer has no place for True": {"distilled": True},
-    "norm: timm's VisionTransformer has no place for 'batchnorm'": {"norm": "batchnorm"},
-    "mixer: timm's VisionTransformer has no place for 'fox'": {"mixer": "fox"},
-    "attention.direction: timm's VisionTransformer has": {"attention": AttentionConfig(direction="alternating")},
-    "attention.rotation: timm's softmax attention has no place for it": {
-        "mixer": "softmax",
-        "attention": AttentionConfig(rotation="rope"),
-    },
+HOMELESS = {
+    "block": "post_norm",
+    "cls_place": "middle",
+    "mlp": "none",
+    "distilled": True,
+    "norm": "batchnorm",
+    "mixer": "fox",
 }
 
 
 def test_what_timm_has_no_place_for_is_refused():
-    for message, settings in REFUSED.items():
-        config = ViTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings})
-        refused(message, configs.arguments, config)
+    def arguments(mixer="lion_s", **settings):
+        return configs.arguments(ViTConfig(mixer, 12, 2, 3, **settings))
+
+    for name, value in HOMELESS.items():
+        refused(f"^{name}: timm's VisionTransformer has no place for {value!r}", arguments, **{name: value})
+    both_ways, turned = AttentionConfig(direction="alternating"), AttentionConfig(rotation="rope")
+    refused("attention.direction: timm's VisionTransformer has", arguments, attention=both_ways)
+    refused("attention.rotation: timm's softmax attention has no place for it", arguments, "softmax", attention=turned)
 
 
 def test_wrong_arguments_of_a_model_are_refused():
@@ -287,7 +294,7 @@ def test_a_training_step_of_timm():
     """Check dropout rates, and that timm's optimizer factory and EMA accept a model."""
     torch.manual_seed(0)
     rates = dict(drop_rate=0.1, drop_path_rate=0.2, proj_drop_rate=0.1, attn_drop_rate=0.1, pos_drop_rate=0.1)
-    model = timm.create_model("vit_lion_s_tiny_patch16_224", img_size=32, depth=2, num_classes=2, in_chans=1, **rates)
+    model = made("vit_lion_s_tiny_patch16_224", 32, num_classes=2, in_chans=1, **rates)
     assert model.blocks[1].drop_path2.drop_prob == pytest.approx(0.2)
     averaged = timm.utils.ModelEmaV3(model, decay=0.5)
     optimizer = timm_optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)

@@ -13,7 +13,7 @@ from lion.models.vit import ViTConfig
 from lion.runs import open_run
 from tests.helpers import ROOT, config_error, here, refuse, state_of, tiny_recipe
 from tests.layers.helpers import close
-from tests.timm.test_vision_transformer import randomise
+from tests.timm.test_vision_transformer import made, randomise
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
@@ -33,7 +33,7 @@ RUNS = {  # recipe of each registered model
 
 def saved(folder, name, arguments=True, **settings):
     """Save a random model as timm's train.py does, and return it with the path of the file."""
-    model = randomise(timm.create_model(name, img_size=SIDE, num_classes=CLASSES, **{"depth": 2, **settings}))
+    model = randomise(made(name, SIDE, num_classes=CLASSES, **settings))
     said = {"arch": name, "args": argparse.Namespace(model=name)} if arguments else {}
     torch.save({"epoch": 3, "state_dict": model.state_dict(), **said}, path := folder / "checkpoint.pth.tar")
     return model, path
