@@ -1,4 +1,4 @@
-"""Lion-lit and Lion-D as attention functions in models of transformers, against loops over tokens."""
+"""Lion-lit and Lion-D as attention functions in models of transformers, against explicit masks."""
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from lion.ops import Settings, linear_attention
 from lion.transformers import add_decays, check_attention
 from lion.transformers.attention import last_rows, register_attention
 from tests.layers.helpers import close, refused
+from tests.ops.helpers import Inputs, oracle_attention
 from tests.transformers.tiny import ids, left_padded
 
 NAMES = ["lion_lit", "lion_d"]
@@ -41,21 +42,6 @@ def phi(x):
     return x / x.norm(dim=-1, keepdim=True)
 
 
-def by_hand(q, k, v, a, causal):
-    """Compute attention of one row, q, k, v (H, L, D), token by token (LION, Eq. 5 and 13)."""
-    decay = torch.ones(len(q), dtype=q.dtype) if a is None else torch.sigmoid(a.to(q.dtype))
-    out = torch.zeros_like(v)
-    for h in range(len(q)):
-        for i in range(q.shape[1]):
-            total = 0
-            for j in range(i + 1 if causal else q.shape[1]):
-                weight = decay[h] ** abs(i - j) * (phi(q[h, i]) @ phi(k[h, j]))
-                out[h, i] += weight * v[h, j]
-                total += weight
-            out[h, i] /= total
-    return out
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 @torch.no_grad()
@@ -76,9 +62,13 @@ def test_every_layer_computes_the_published_attention(kind, name, monkeypatch):
     assert len(seen) == 2
     for module, query, key, value, y in seen:
         groups = query.shape[1] // key.shape[1]
-        key, value = (x[0].repeat_interleave(groups, 0) for x in (key, value))
-        wanted = by_hand(query[0], key, value, getattr(module, "lion_decay", None), causal=kind == "llama")
-        close(y[0].transpose(0, 1), wanted, 1e-11)
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        log_decay = None
+        if name == "lion_d":
+            log_decay = torch.nn.functional.logsigmoid(module.lion_decay)
+        direction = "forward" if kind == "llama" else "both"
+        wanted = oracle_attention(Inputs(phi(query), phi(key), value, log_decay), direction=direction)
+        close(y.transpose(1, 2), wanted, 1e-11)
 
 
 @pytest.mark.parametrize("name", NAMES)
