@@ -12,6 +12,7 @@ from lion.layers.mixers.base import forms_of, set_form
 from lion.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from lion.recipe import build
 from tests.layers.helpers import close, doubles, refused
+from tests.models.helpers import adapted
 
 VOCABULARY = 40
 EVERY = (SOFTMAX, *LINEAR)
@@ -142,10 +143,8 @@ def test_what_is_wrong_is_named():
 
 
 def test_a_model_with_fewer_positions_takes_the_first():
-    source, model = bert(), bert(max_positions=24)
-    assert torch.equal(
-        model.adapt(source.state_dict(), source)["positions.weight"], source.state_dict()["positions.weight"][:24]
-    )
+    source = bert()
+    assert torch.equal(adapted(bert(max_positions=24), source), source.positions.weight[:24])
 
 
 def test_a_model_with_other_positions_keeps_its_own():

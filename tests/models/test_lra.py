@@ -16,6 +16,7 @@ from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.optim import OptimConfig, make_optimizer
 from tests.layers.helpers import close, doubles, refused
+from tests.models.helpers import adapted
 
 DIM, HEADS, VOCABULARY, LENGTH = 16, 2, 11, 40
 MIXERS = ("softmax", "lion_lit", "lion_d_hippo", "lion_s_hippo")
@@ -111,21 +112,25 @@ def test_positions_of_pixels_are_those_of_the_image():
     Embeddings of pixels are interpolated to larger and smaller images. Of the embeddings of tokens a shorter model
     takes the first; a longer model cannot use them.
     """
-    small, large = (LRA(config("softmax"), classes=2, length=side**2) for side in (4, 8))
+
+    def made(length, vocabulary=None):
+        return LRA(config("softmax"), classes=2, length=length, vocabulary=vocabulary)
+
+    small, large = made(4**2), made(8**2)
     grid = torch.stack(torch.meshgrid(*[torch.linspace(-1, 1, 4)] * 2, indexing="ij"), -1)
     with torch.no_grad():
         small.positions.weight[:, :2] = grid.view(16, 2)
-    grown = large.adapt(small.state_dict(), small)["positions.weight"]
+    grown = adapted(large, small)
     rows, columns = grown[:, :2].view(8, 8, 2).unbind(-1)
     assert grown.shape == (64, small.config.dim) and torch.allclose(rows, columns.T, atol=1e-6)
     assert (rows.diff(dim=0) > 0).all() and rows.diff(dim=1).abs().max() < 1e-6
-    assert small.adapt(large.state_dict(), large)["positions.weight"].shape == (16, small.config.dim)
-    assert torch.equal(small.adapt(small.state_dict(), small)["positions.weight"], small.positions.weight)
-    line, longer = (LRA(config("softmax"), classes=2, length=n) for n in (17, 20))  # pixels of no square
-    assert torch.equal(line.adapt(longer.state_dict(), longer)["positions.weight"], longer.positions.weight[:17])
-    short, long = (LRA(config("softmax"), classes=2, length=n, vocabulary=9) for n in (4, 8))
-    assert torch.equal(short.adapt(long.state_dict(), long)["positions.weight"], long.positions.weight[:4])
-    assert len(long.adapt(short.state_dict(), short)["positions.weight"]) == 4
+    assert adapted(small, large).shape == (16, small.config.dim)
+    assert torch.equal(adapted(small, small), small.positions.weight)
+    longer = made(20)  # pixels of no square
+    assert torch.equal(adapted(made(17), longer), longer.positions.weight[:17])
+    short, long = made(4, vocabulary=9), made(8, vocabulary=9)
+    assert torch.equal(adapted(short, long), long.positions.weight[:4])
+    assert len(adapted(long, short)) == 4
 
 
 @pytest.mark.parametrize(("mixer", "tpe"), [("softmax", 0), ("softmax", 2), ("lion_s_hippo", 0)])
@@ -167,24 +172,28 @@ def test_activations_are_those_of_s5():
 
 def test_where_weights_start():
     """Compare with C.2: W_q, W_k and the decay's gate ~ N(0, 0.1^2); W_v is the diagonal of zero-order hold."""
-    made = LRA(LRAConfig("lion_s_hippo", 128, 1, 8), classes=2, length=8, vocabulary=20)
-    attention = made.encoder.blocks[0].attention
+
+    def made(mixer="lion_s_hippo", **settings):
+        attention = ENTRIES[mixer].layer.Config(**settings)
+        found = LRA(LRAConfig(mixer, 128, 1, 8, attention=attention), classes=2, length=8)
+        return found, found.encoder.blocks[0].attention
+
+    def spread(weight):
+        return weight.std().item()
+
+    attention = made()[1]
     query, key, value = attention.qkv.weight.chunk(3)
     for weight in (query, key, attention.decays[0].gate.weight):
-        assert weight.std().item() == pytest.approx(0.1, rel=0.05) and abs(weight.mean()) < 5e-3
+        assert spread(weight) == pytest.approx(0.1, rel=0.05) and abs(weight.mean()) < 5e-3
     held = attention.decays[0].zero_order_hold().flatten()
     assert torch.equal(value, held.diag()) and (held > 0).all()
-    per_step = HippoConfig(value_start="zoh_per_step")
-    attention = LRA(LRAConfig("lion_s_hippo", 128, 1, 8, attention=per_step), classes=2, length=8).encoder.blocks[0]
-    attention = attention.attention
+    attention = made(value_start="zoh_per_step")[1]
     held = attention.decays[0].zero_order_hold(per_step=True).flatten()
     assert torch.equal(attention.qkv.weight.chunk(3)[2], held.diag()) and 0.01 < held.min() and held.max() <= 1
-    dense = LRA(LRAConfig("lion_s_hippo", 128, 1, 8, attention=HippoConfig(value_start="dense")), classes=2, length=8)
-    value = dense.encoder.blocks[0].attention.qkv.weight.chunk(3)[2]
-    assert value.std().item() == pytest.approx(128**-0.5, rel=0.05)
-    assert dense.head.weight.std().item() == pytest.approx(128**-0.5, rel=0.15)
-    forgetting = LRA(LRAConfig("fox", 128, 1, 8), classes=2, length=8).encoder.blocks[0].attention
-    assert forgetting.decay.gate.weight.std().item() == pytest.approx(0.1, rel=0.1)
+    dense, attention = made(value_start="dense")
+    assert spread(attention.qkv.weight.chunk(3)[2]) == pytest.approx(128**-0.5, rel=0.05)
+    assert spread(dense.head.weight) == pytest.approx(128**-0.5, rel=0.15)
+    assert spread(made("fox")[1].decay.gate.weight) == pytest.approx(0.1, rel=0.1)
 
 
 def test_groups_of_the_optimizer():
@@ -247,15 +256,10 @@ def test_what_is_wrong_is_named():
     refused(r"tokens: expected integers \(B, L\) or embeddings .* got float32", single.encode, torch.rand(2, 12))
     refused("tokens: 81 in one row, this model has only 80 position embeddings", model("softmax"), ids)
     refused("hidden: only model 'lra_masked' takes masked inputs", single.encode, ids, hidden=ids > 0)
-    refused(shape, pairs, torch.zeros(4, 9).long())
-    refused(shape, pairs, torch.zeros(4, 3, 9).long())
-    refused(shape, single, torch.zeros(4, 2, 9).long())
-    refused(shape, single, torch.zeros(9).long())
-    refused("parts: expected", LRA, config(), classes=2, length=LENGTH, parts=3)
-    refused("parts: expected", LRA, config(), classes=2, length=LENGTH, parts=0)
-    refused("std: expected", LRA, config(), classes=2, length=LENGTH, std=0.0)
-    refused("length: expected", LRA, config(), classes=2, length=0)
-    refused("vocabulary: expected", LRA, config(), classes=2, length=LENGTH, vocabulary=0)
+    for made, size in ((pairs, (4, 9)), (pairs, (4, 3, 9)), (single, (4, 2, 9)), (single, (9,))):
+        refused(shape, made, torch.zeros(size).long())
+    for name, value in (("parts", 3), ("parts", 0), ("std", 0.0), ("length", 0), ("vocabulary", 0)):
+        refused(f"^{name}: expected", LRA, config(), **{"classes": 2, "length": LENGTH, name: value})
     refused("window: expected at least 1, got 0", build, LRAConfig, {**SHAPE, "window": 0}, source=str)
 
 

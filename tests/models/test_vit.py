@@ -11,6 +11,7 @@ from lion.layers.mixers.state_space import StateSpaceConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 from tests.layers.helpers import close, doubles, refused
+from tests.models.helpers import adapted
 
 
 def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settings):
@@ -196,15 +197,15 @@ def test_positions_are_interpolated_to_as_many_patches_of_another_grid():
     source, target = vit("lion_lit", (8, 12)), vit("lion_lit", (12, 8))
     with torch.no_grad():  # the column of the grid
         source.position[0, 1:] = torch.arange(6.0).repeat(4)[:, None]
-    got = target.adapt(source.state_dict(), source)["position"][0, 1:, 0].view(6, 4)
+    got = adapted(target, source)[0, 1:, 0].view(6, 4)
     assert got.diff(dim=0).abs().max() < 1e-5 and (got.diff(dim=1) > 0).all()
 
 
 def test_nothing_is_interpolated_without_need():
     a, b = vit("lion_lit", (8, 12)), vit("lion_s", (16, 10))
-    assert torch.equal(a.adapt(a.state_dict(), a)["position"], a.position)
+    assert torch.equal(adapted(a, a), a.position)
     assert "position" not in a.adapt(b.state_dict(), b)  # one of the models has no position embedding
-    assert torch.equal(b.adapt(a.state_dict(), a)["position"], a.position)
+    assert torch.equal(adapted(b, a), a.position)
 
 
 @pytest.mark.parametrize("cls", [True, False])
@@ -213,7 +214,7 @@ def test_positions_reach_a_model_with_or_without_cls(cls):
     source, target = (vit(position_embedding=True, cls=c, size=(n, n)) for c, n in ((not cls, 8), (cls, 16)))
     with torch.no_grad():
         source.position[:, int(not cls) :] = 3.0
-    position = target.adapt(source.state_dict(), source)["position"]
+    position = adapted(target, source)
     assert position.shape == target.position.shape
     assert torch.allclose(position[:, int(cls) :], torch.tensor(3.0))
     assert torch.equal(position[:, : int(cls)], target.position[:, : int(cls)])
@@ -221,13 +222,13 @@ def test_positions_reach_a_model_with_or_without_cls(cls):
 
 def test_positions_of_cls_reach_a_distilled_model():
     source, target = (vit(position_embedding=True, cls=True, distilled=d) for d in (False, True))
-    position = target.adapt(source.state_dict(), source)["position"]
+    position = adapted(target, source)
     close(position[:, [0, *range(2, position.shape[1])]], source.position)
     assert torch.equal(position[:, 1], target.position[:, 1])
     only = vit(position_embedding=True, cls=False, distilled=True)  # each token keeps its role
-    assert torch.equal(only.adapt(source.state_dict(), source)["position"][:, 0], only.position[:, 0])
-    assert torch.equal(source.adapt(only.state_dict(), only)["position"][:, 0], source.position[:, 0])
-    close(only.adapt(target.state_dict(), target)["position"], target.position[:, 1:])
+    assert torch.equal(adapted(only, source)[:, 0], only.position[:, 0])
+    assert torch.equal(adapted(source, only)[:, 0], source.position[:, 0])
+    close(adapted(only, target), target.position[:, 1:])
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "vim"])
@@ -242,12 +243,12 @@ def test_cls_in_the_middle(mixer):
     assert model.special.nonzero().tolist() == [[7]]
     assert model.coords[:, [6, 7, 8]].mT.tolist() == [[1, 1], [-1, -1], [1, 2]]
     larger = vit(mixer, (12, 10), cls_place="middle", position_embedding=True).double()
-    adapted = larger.adapt(model.state_dict(), model)["position"]
-    assert torch.equal(adapted[:, 15], model.position[:, 7]) and adapted.shape == larger.position.shape
+    grown = adapted(larger, model)
+    assert torch.equal(grown[:, 15], model.position[:, 7]) and grown.shape == larger.position.shape
     first = vit(mixer, (12, 10), position_embedding=True).double()  # another place of cls, the same grid
-    moved = first.adapt(model.state_dict(), model)["position"]
+    moved = adapted(first, model)
     assert torch.equal(moved[:, 0], model.position[:, 7])
-    assert torch.equal(moved[:, 1:], torch.cat([adapted[:, :15], adapted[:, 16:]], 1))
+    assert torch.equal(moved[:, 1:], torch.cat([grown[:, :15], grown[:, 16:]], 1))
     same = vit(mixer, (6, 10), position_embedding=True).double().adapt(model.state_dict(), model)["position"]
     close(same, model.position[:, [7, *range(7), *range(8, 16)]])  # of a grid of the same size
 
