@@ -1,14 +1,15 @@
 """Tests of tasks on long sequences: losses, metrics, pairs, chance level, self-pretraining, and starting from it."""
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import Dataset
 
 from lion.config import ConfigError, to_dict
 from lion.models.lra import LRAConfig, LRAMaskedConfig
+from lion.runs import init_from
 from lion.samples.base import Splits
 from lion.samples.sequences import SequenceInfo
 from lion.tasks import TASKS
@@ -17,12 +18,9 @@ from lion.tasks.lra import LRATask, LRATaskConfig
 from lion.tasks.lra_masked import LRAMaskedTask, LRAMaskedTaskConfig
 from lion.tasks.metrics import above_chance
 from lion.tasks.sequence_classification import SequenceClassification
-from lion.trainer.evaluate import evaluate
 from lion.trainer.loop import Trainer
-from lion.trainer.optim import OptimConfig, ScheduleConfig
-from lion.trainer.plan import TrainerConfig, make_plan
-from lion.trainer.runtime import Runtime, start_runtime
 from tests.layers.helpers import close
+from tests.tasks.helpers import fit, measured, rows_of
 
 LENGTH = 24
 INFOS = {
@@ -36,9 +34,9 @@ every_info = pytest.mark.parametrize("info", INFOS.values(), ids=INFOS)
 class Made(Dataset):
     """Padded samples like those of the data sets. The class is that of the first token, or random."""
 
-    def __init__(self, info: SequenceInfo, size: int = 48, seed: int = 0, noise: bool = False) -> None:
-        self.info, rng = info, torch.Generator().manual_seed(seed)
-        shape = (size, info.length) if info.parts == 1 else (size, 2, info.length)
+    def __init__(self, info: SequenceInfo, seed: int = 0, noise: bool = False) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        shape = (48, info.length) if info.parts == 1 else (48, 2, info.length)
         if info.vocabulary is None:
             self.inputs = {"pixels": torch.randint(256, shape, generator=rng, dtype=torch.uint8)}
             first = self.inputs["pixels"][:, 0].long()
@@ -48,45 +46,36 @@ class Made(Dataset):
             segments = torch.where(torch.arange(info.length) < lengths[..., None], 0, -1)
             self.inputs = {"tokens": tokens, "segments": segments}
             first = tokens.flatten(1)[:, 0]
-        label = torch.randint(info.classes, (size,), generator=rng) if noise else first % info.classes
+        label = torch.randint(info.classes, (48,), generator=rng) if noise else first % info.classes
         self.inputs["label"] = label
 
     def __len__(self) -> int:
-        return len(self.inputs["label"])
+        return 48
 
     def __getitem__(self, index: int) -> dict:
-        return {name: value[index] for name, value in self.inputs.items()}
+        return rows_of(self.inputs, index)
 
-    def batch(self, size: int | None = None) -> dict:
-        batch = {name: value[:size] for name, value in self.inputs.items()}
-        count = len(batch["label"])
-        return {**batch, "mask": torch.ones(count, dtype=torch.bool), "key": torch.arange(count)}
+    def batch(self) -> dict:
+        return {**self.inputs, "mask": torch.ones(48, dtype=torch.bool), "key": torch.arange(48)}
 
 
 def classifier(info: SequenceInfo, **settings):
-    task = LRATask(LRATaskConfig(**settings), info)
-    torch.manual_seed(0)
-    return task, task.build_model(LRAConfig("lion_s_hippo", 16, 2, 2))
+    return with_model(LRATask(LRATaskConfig(**settings), info), LRAConfig)
 
 
 def masked(info: SequenceInfo, **settings):
-    task = LRAMaskedTask(LRAMaskedTaskConfig(**settings), info)
+    return with_model(LRAMaskedTask(LRAMaskedTaskConfig(**settings), info), LRAMaskedConfig)
+
+
+def with_model(task, kind):
     torch.manual_seed(0)
-    return task, task.build_model(LRAMaskedConfig("lion_s_hippo", 16, 2, 2))
+    return task, task.build_model(kind("lion_s_hippo", 16, 2, 2))
 
 
-def fit(task, model, info, folder, steps: int = 12, lr: float = 1e-2, noise: bool = False) -> Trainer:
-    @dataclass
-    class Recipe:
-        trainer = TrainerConfig(batch_size=16, steps=steps, eval_every=steps, save_every=steps, compile=False)
-        optim, schedule, seed = OptimConfig(lr=lr), ScheduleConfig(), 0
-
+def trained(task, model, folder, steps, noise=False) -> Trainer:
     folder.mkdir(exist_ok=True)
-    splits = Splits(Made(info, noise=noise), Made(info, seed=1, noise=noise), None, info)
-    plan = make_plan(Recipe(), samples=48, world=1)
-    trainer = Trainer(plan, task, model, splits, folder, start_runtime("cpu"))
-    assert trainer.fit()
-    return trainer
+    splits = Splits(Made(task.info, noise=noise), Made(task.info, seed=1, noise=noise), None, task.info)
+    return fit(task, model, splits, folder, steps=steps, eval_every=steps, save_every=steps, ema=None)
 
 
 @every_info
@@ -94,17 +83,15 @@ def test_a_batch_is_judged_sample_by_sample(info):
     task, model = classifier(info)
     model.eval()
     batch = Made(info).batch()
-    values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
+    values = measured(task, model, batch)
     logits = model(batch.get("pixels", batch.get("tokens")), batch.get("segments"))
     right = logits.argmax(1) == batch["label"]
     assert values["accuracy"] == pytest.approx(right.double().mean().item())
     assert values["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, batch["label"]).item(), rel=1e-5)
-    halves = [{k: v[rows] for k, v in batch.items()} for rows in (slice(0, 20), slice(20, None))]
-    again = evaluate(model, halves, task, Runtime(torch.device("cpu")))
-    assert again == pytest.approx(values, rel=1e-5)
+    halves = [rows_of(batch, rows) for rows in (slice(0, 20), slice(20, None))]
+    assert measured(task, model, *halves) == pytest.approx(values, rel=1e-5)
     batch["mask"] = torch.arange(48) < 20
-    only = evaluate(model, [halves[0]], task, Runtime(torch.device("cpu")))
-    assert evaluate(model, [batch], task, Runtime(torch.device("cpu"))) == pytest.approx(only, rel=1e-5)
+    assert measured(task, model, batch) == pytest.approx(measured(task, model, halves[0]), rel=1e-5)
 
 
 def test_examples_are_batches():
@@ -157,7 +144,7 @@ def test_a_run_says_at_its_end_that_it_is_stuck(tmp_path, caplog, noise):
     info = SequenceInfo(classes=2, length=3, vocabulary=2)
     task, model = classifier(info)
     with caplog.at_level("WARNING", logger="lion"):
-        fit(task, model, info, tmp_path, steps=2 if noise else 40, noise=noise)
+        trained(task, model, tmp_path, steps=2 if noise else 40, noise=noise)
     assert any("val: stuck at chance" in line for line in caplog.messages) == noise
 
 
@@ -175,21 +162,17 @@ def test_hidden_inputs_are_those_that_count(info):
     valid = torch.ones_like(inputs, dtype=torch.bool) if segments is None else segments >= 0
     assert 0.3 < weight / valid.sum() < 0.5 and outcome.outputs.shape[0] == 48
     assert torch.equal(task.evaluate(model, batch).outputs, outcome.outputs)  # every evaluation masks the same inputs
-    values = evaluate(model, [batch], task, Runtime(torch.device("cpu")))
+    values = measured(task, model, batch)
     assert values == {"loss": pytest.approx((total / weight).item())}
-    one = {k: v[5:6] for k, v in batch.items()}
-    close(task.evaluate(model, one).outputs[0], outcome.outputs[5])
-    uniform = math.log(info.vocabulary) if info.vocabulary else None
-    assert uniform is None or values["loss"] == pytest.approx(uniform, rel=0.5)
-    first = {name: rows[:20] for name, rows in batch.items()}
+    close(task.evaluate(model, rows_of(batch, slice(5, 6))).outputs[0], outcome.outputs[5])
+    assert not info.vocabulary or values["loss"] == pytest.approx(math.log(info.vocabulary), rel=0.5)
+    first = rows_of(batch, slice(20))
     batch["mask"] = torch.arange(48) < 20  # the rest pads the last batch
-    for found, want in zip(task.evaluate(model, batch).sums["loss"], task.evaluate(model, first).sums["loss"]):
-        close(found, want)
+    close(task.evaluate(model, batch).sums["loss"], task.evaluate(model, first).sums["loss"])
     if info.parts == 2:  # with `data.pad=batch`, the length of a row depends on its batch
         first["segments"][..., 10:] = -1
         short = first | {name: first[name][..., :10] for name in ("tokens", "segments")}
-        for found, want in zip(task.evaluate(model, short).sums["loss"], task.evaluate(model, first).sums["loss"]):
-            close(found, want)
+        close(task.evaluate(model, short).sums["loss"], task.evaluate(model, first).sums["loss"])
 
 
 def test_hidden_pixels_are_asked_for_normalised():
@@ -206,24 +189,17 @@ def test_hidden_pixels_are_asked_for_normalised():
 @every_info
 def test_a_task_starts_from_its_own_inputs(info, tmp_path):
     """Check that `init_from` takes the encoder, starts a new head, and drops the decoder."""
-    import yaml
-
-    from lion.runs import init_from
-
     task, source = masked(info)
-    trainer = fit(task, source, info, tmp_path / "run", steps=2)
-    assert trainer.state.best["step"] == 2
-    model_section = to_dict(LRAMaskedConfig("lion_s_hippo", 16, 2, 2))
-    recipe = {"task": {"name": "lra_masked"}, "model": model_section, "data": {"name": "any"}}
+    assert trained(task, source, tmp_path / "run", steps=2).state.best["step"] == 2
+    recipe = {"task": {"name": "lra_masked"}, "model": to_dict(source.config), "data": {"name": "any"}}
     recipe |= {"optim": {"lr": 1e-2}, "trainer": {"batch_size": 16, "steps": 2}}
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     _, model = classifier(info)
     head = {name: p.clone() for name, p in model.named_parameters() if name.startswith("head.")}
     init_from(model, tmp_path / "run", info)
-    new = dict(model.named_parameters()) | dict(model.named_buffers())
-    trained = dict(source.named_parameters()) | dict(source.named_buffers())
-    for name, value in new.items():
-        assert torch.equal(value, head[name] if name in head else trained[name]), name
+    wanted = dict(source.named_parameters()) | dict(source.named_buffers()) | head
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(value, wanted[name]), name
     with pytest.raises(ConfigError, match=r"was trained on other inputs: they were (pixels|7 ids), and are 9 ids now"):
         init_from(model, tmp_path / "run", SequenceInfo(classes=2, length=8, vocabulary=9))
 

@@ -18,17 +18,12 @@ from lion.samples.base import Splits
 from lion.samples.seeds import derive
 from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM, MaskedLMConfig
-from lion.trainer.evaluate import evaluate
-from lion.trainer.loop import Trainer
-from lion.trainer.plan import make_plan
-from lion.trainer.runtime import Runtime, seed_everything
-from lion.trainer.state import RunData
+from lion.trainer.runtime import seed_everything
 from tests.helpers import config_error
 from tests.layers.helpers import close
-from tests.trainer.toys import settings
+from tests.tasks.helpers import fit, measured, rows_of, stacked
 
 INFO = TextInfo(30, 20, "toy", "f" * 64, {"pad": 0, "mask": 1, "cls": 2, "sep": 3, "unk": 4})
-CPU = Runtime(torch.device("cpu"))
 
 
 class Text(Dataset):
@@ -58,11 +53,10 @@ def model(mixer="lion_s", **config):
     return task().build_model(BertConfig(mixer, 12, 2, 3, mlp_ratio=2, init_std=0.3, **config)).eval()
 
 
-def batch(size=4, begin=0, data=None):
-    rows = [(data or Text(100))[begin + i] for i in range(size)]
-    key = torch.tensor([derive(0, "key", begin + i) for i in range(size)])
-    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {**stacked, "key": key, "mask": torch.ones(size, dtype=torch.bool)}
+def batch(size=4):
+    text = Text(100)
+    key = torch.tensor([derive(0, "key", i) for i in range(size)])
+    return {**stacked([text[i] for i in range(size)]), "key": key, "mask": torch.ones(size, dtype=torch.bool)}
 
 
 def hidden_of(own, data, rate):
@@ -109,7 +103,7 @@ def test_a_row_of_any_length_has_as_many_slots():
     data["tokens"][2:], data["segments"][2:] = 7, 0  # all letters
     masked = hidden_of(own, data, 0.15)
     assert masked.places.shape == (3, 3) and masked.chosen.sum(1).tolist() == [0, 1, 3]
-    loss, weight = own.loss(model(), {name: x[:1] for name, x in data.items()})
+    loss, weight = own.loss(model(), rows_of(data, slice(1)))
     assert loss == weight == 0
     assert hidden_of(own, data, 0.01).chosen.sum(1).tolist() == [0, 1, 1]
 
@@ -130,7 +124,7 @@ def test_loss_is_per_hidden_token_of_the_global_batch():
     parts = []
     for rows in (slice(0, 1), slice(1, 6)):
         own.mask_tokens = lambda data, rate, _, rows=rows: MaskedLM.mask_tokens(own, data, rate, draws[rows])
-        parts.append(own.loss(net, {name: x[rows] for name, x in data.items()}))
+        parts.append(own.loss(net, rows_of(data, rows)))
     assert parts[0].weight != parts[1].weight / 5
     total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
     close(total.double(), expected, atol=1e-5, rtol=1e-5)
@@ -165,7 +159,7 @@ def test_evaluation_asks_all_the_same():
     again = shown_to(model(SOFTMAX), own, data)
     assert torch.equal(again[0], tokens) and torch.equal(again[2], places)
     for row in range(6):
-        alone = shown_to(model(), own, {name: x[row : row + 1] for name, x in data.items()})
+        alone = shown_to(model(), own, rows_of(data, slice(row, row + 1)))
         assert torch.equal(alone[0][0], tokens[row]) and torch.equal(alone[2][0], places[row])
     padded = {**data, "tokens": F.pad(data["tokens"], (0, 5)), "segments": F.pad(data["segments"], (0, 5), value=-1)}
     assert torch.equal(shown_to(model(), own, padded)[0][:, :20], tokens)
@@ -206,7 +200,7 @@ def test_every_form_and_batch_size_measures_the_same(mixer):
     assert whole.outputs.shape == (6, 3, 30)
     for form in forms_of(net):
         set_form(net, form, 4)
-        parts = [own.evaluate(net, {name: x[i : i + 2] for name, x in data.items()}) for i in (0, 2, 4)]
+        parts = [own.evaluate(net, rows_of(data, slice(i, i + 2))) for i in (0, 2, 4)]
         close(torch.cat([p.outputs for p in parts]), whole.outputs, 1e-5)
         for name, pair in whole.sums.items():
             for i in range(2):
@@ -245,15 +239,13 @@ def test_bad_settings_are_refused():
 @pytest.mark.slow
 def test_it_learns(mixer, steps, tmp_path):
     """Train with micro-batches and reach far more accuracy than always predicting the commonest letter."""
-    chosen = settings(batch_size=32, micro_batch=16, steps=steps, eval_every=steps, save_every=steps // 2)
-    plan = make_plan(chosen, samples=256, world=1)
     own = task()
     seed_everything(0)
     net = own.build_model(BertConfig(mixer, 24, 2, 3, mlp_ratio=2, init_std=0.1, dropout=0.0))
     splits = Splits(Text(256), Text(40, seed=1), None, INFO)
-    trainer = Trainer(plan, own, net, splits, tmp_path, CPU)
-    assert trainer.fit()
-    found = evaluate(net, RunData(splits, plan, CPU).held_out()["val"], own, CPU)
+    lengths = {"steps": steps, "eval_every": steps, "save_every": steps // 2}
+    trainer = fit(own, net, splits, tmp_path, batch_size=32, micro_batch=16, **lengths)
+    found = measured(own, net, *trainer.data.held_out()["val"])
     assert found["accuracy"] > 0.3
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert isinstance(trainer.model, Bert)

@@ -21,19 +21,17 @@ from lion.tasks.sequence_classification import (
     pearson,
     spearman,
 )
-from lion.trainer.evaluate import evaluate
-from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
-from lion.trainer.runtime import Runtime, seed_everything
+from lion.trainer.runtime import seed_everything
 from lion.trainer.state import RunData
 from tests.helpers import config_error
 from tests.layers.helpers import close
+from tests.tasks.helpers import CPU, fit, measured, rows_of, stacked
 from tests.trainer.toys import settings
 
 SPECIAL = {"pad": 0, "cls": 1, "sep": 2}
 INFO = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL, ("no", "yes"))
 NUMBERS = LabelledTextInfo(20, 16, "toy", "f" * 64, SPECIAL)
-CPU = Runtime(torch.device("cpu"))
 
 
 class Pairs(Dataset):
@@ -67,14 +65,13 @@ def task(info=INFO, *metrics):
 
 def model(own=None, mixer="lion_s", **config):
     torch.manual_seed(0)
-    return (
-        (own or task()).build_model(BertClassifierConfig(mixer, 12, 2, 3, mlp_ratio=2, init_std=0.3, **config)).eval()
-    )
+    config = BertClassifierConfig(mixer, 12, 2, 3, mlp_ratio=2, init_std=0.3, **config)
+    return (own or task()).build_model(config).eval()
 
 
 def batch(indices, data=None):
-    rows = [(data or Pairs(100))[i] for i in indices]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    pairs = data or Pairs(100)
+    return stacked([pairs[i] for i in indices])
 
 
 def test_metrics_are_those_of_their_definitions():
@@ -104,14 +101,13 @@ def test_loss_is_a_mean_over_the_samples_of_the_global_batch():
         own, data = task(info, "accuracy" if info.classes else "pearson"), batch(range(6), Pairs(9, info))
         net = model(own)
         with torch.no_grad():
-            outputs, parts = (
-                own.outputs(net, data),
-                [own.loss(net, batch(r, Pairs(9, info))) for r in ([0], range(1, 6))],
-            )
+            outputs = own.outputs(net, data)
+            parts = [own.loss(net, rows_of(data, rows)) for rows in (slice(1), slice(1, 6))]
+        if info.classes:
+            expected = F.cross_entropy(outputs, data["label"])
+        else:
+            expected = F.mse_loss(outputs[:, 0], data["label"])
         assert outputs.shape == (6, 2 if info.classes else 1)
-        expected = (
-            F.cross_entropy(outputs, data["label"]) if info.classes else ((outputs[:, 0] - data["label"]) ** 2).mean()
-        )
         total = sum(p.loss for p in parts) / sum(p.weight for p in parts)
         close(total, expected, atol=1e-5, rtol=1e-5)
 
@@ -142,21 +138,16 @@ def test_types_reach_a_model_that_has_embeddings_for_them():
 
 
 def test_an_evaluation_counts_real_samples_alone():
-    own, net, data = task(INFO, "matthews", "accuracy", "f1"), model(), Pairs(7)
+    own, net = task(INFO, "matthews", "accuracy", "f1"), model()
     plan = make_plan(settings(batch_size=4), samples=8, world=1)
-    batches = RunData(Splits(Pairs(8), data, None, INFO), plan, CPU).held_out()["val"]
-    found = evaluate(net, batches, own, CPU)
+    batches = RunData(Splits(Pairs(8), Pairs(7), None, INFO), plan, CPU).held_out()["val"]
+    found = measured(own, net, *batches)
     with torch.no_grad():
         prediction = own.outputs(net, batch(range(7))).argmax(-1)
     label = torch.tensor([i % 2 for i in range(7)])
     assert found["accuracy"] == pytest.approx((prediction == label).double().mean().item())
-    assert found["f1"] == pytest.approx(f1(prediction, label)) and [*found] == [
-        "matthews",
-        "accuracy",
-        "f1",
-        "loss",
-        "above_chance",
-    ]
+    assert found["f1"] == pytest.approx(f1(prediction, label))
+    assert " ".join(found) == "matthews accuracy f1 loss above_chance"
 
 
 @pytest.mark.slow
@@ -165,10 +156,8 @@ def test_training_finds_the_letter(tmp_path):
     seed_everything(0)
     own = task()
     net = own.build_model(BertClassifierConfig("lion_lit", 16, 1, 2, mlp_ratio=2))
-    plan = make_plan(settings(steps=60, eval_every=60, save_every=60, ema=None), samples=64, world=1)
     splits = Splits(Pairs(64), Pairs(32), None, INFO, more={"other": Pairs(20)})
-    trainer = Trainer(plan, own, net, splits, tmp_path, CPU)
-    assert trainer.fit()
+    trainer = fit(own, net, splits, tmp_path, steps=60, eval_every=60, save_every=60, ema=None)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert trainer.state.best["value"] > 0.9 and '"val_other"' in text
 
