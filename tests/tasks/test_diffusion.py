@@ -5,13 +5,13 @@ import torch
 import yaml
 
 from lion.inference.diffusion import SCHEDULES, Process
-from lion.layers.mixers.base import set_form
 from lion.models.dit import DiTConfig
 from lion.samples.images import ImageInfo
 from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
 from tests.helpers import config_error, here, pictures, state_of, tiny_recipe
 from tests.layers.helpers import close, refused
+from tests.tasks.helpers import rows_of
 from tests.trainer.helpers import same, train
 
 INFO = ImageInfo((4, 4), 1, ("a", "b", "c"), (0.5,), (0.5,))
@@ -22,9 +22,9 @@ def task(info=INFO, **settings):
     return Diffusion(DiffusionConfig(**settings), info)
 
 
-def model_of(t, **settings):
+def model_of(t):
     torch.manual_seed(0)
-    model = t.build_model(DiTConfig(**{"mixer": "lion_s", "dim": 12, "depth": 2, "num_heads": 3, **settings}))
+    model = t.build_model(DiTConfig("lion_s", 12, 2, 3))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
@@ -183,13 +183,12 @@ def test_evaluation_asks_all_the_same():
     model = model_of(t)
     b = batch(mask=torch.tensor([True] * 5 + [False]), key=torch.arange(6) * 977)
     whole = t.evaluate(model, b)
-    parts = [t.evaluate(model, {k: v[i : i + 2] for k, v in b.items()}) for i in (0, 2, 4)]
+    parts = [t.evaluate(model, rows_of(b, slice(i, i + 2))) for i in (0, 2, 4)]
     close(whole.outputs, torch.cat([p.outputs for p in parts]))
     assert whole.sums["loss"][1] == 5
-    alike = {"rtol": 1.3e-6, "atol": 1e-6}  # float64 sums of float32 outputs, for different batch sizes
-    for name in whole.sums:
+    for name, pair in whole.sums.items():  # float64 sums of float32 outputs, for different batch sizes
         for i in range(2):
-            torch.testing.assert_close(whole.sums[name][i], sum(p.sums[name][i] for p in parts), **alike)
+            close(pair[i], sum(p.sums[name][i] for p in parts), atol=1e-6, rtol=1.3e-6)
     of_parts = [whole.sums[f"loss_part{i}"] for i in range(1, 5)]
     close(sum(total for total, _ in of_parts), whole.sums["loss"][0])
     assert sum(count for _, count in of_parts) == 5
@@ -220,7 +219,7 @@ def test_samples_depend_on_seed_and_place_alone():
 
 def test_guidance():
     t = task(steps=20, shown_steps=5)
-    model, classes = model_of(t), torch.tensor([0, 1, 2, 0])
+    model, classes, none = model_of(t), torch.tensor([0, 1, 2, 0]), torch.full((4,), 3)
 
     def found(guidance, classes=classes):
         return t.generate(model, classes, keys(4), steps=1, guidance=guidance)
@@ -230,23 +229,14 @@ def test_guidance():
     found(1.0), found(0.0), found(3.0)
     assert asked == [[0, 1, 2, 0], [3] * 4, [0, 1, 2, 0, 3, 3, 3, 3]]
     close(found(1.0), found(1 + 1e-9))  # 1 + 1e-9 runs the model twice
-    close(found(0.0), found(5.0, torch.full((4,), 3)))
+    close(found(0.0), found(5.0, none))
     kept = t.process.alphas_cumprod[-1].item()
     times = torch.full((4,), 19)
     with torch.no_grad():
-        conditioned, unconditioned = model(x[0], times, classes), model(x[0], times, torch.full((4,), 3))
+        conditioned, unconditioned = (model(x[0], times, labels) for labels in (classes, none))
     noise = unconditioned + 3 * (conditioned - unconditioned)
     expected = ((x[0] - math.sqrt(1 - kept) * noise) / math.sqrt(kept)).clamp(-1, 1)
     close(found(3.0), expected)
-
-
-def test_every_form_makes_the_same_images():
-    t = task(steps=20, shown_steps=5)
-    model, classes = model_of(t), torch.tensor([0, 1])
-    expected = t.generate(model, classes, keys(2), steps=4, guidance=1.5)
-    for form in ("chunk", "rnn"):
-        set_form(model, form, 2)
-        close(t.generate(model, classes, keys(2), steps=4, guidance=1.5), expected)
 
 
 def test_latents_have_no_bound_and_are_no_images():
