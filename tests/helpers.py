@@ -186,3 +186,9 @@ def command(*args: str, env: dict | None = None, timeout: float = 300) -> subpro
         text=True,
         timeout=timeout,
     )
+
+
+def ended(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """Check that a command has ended without an error; return it."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -81,18 +81,15 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def as_rank(rank: int, count: int, port: int) -> dict[str, str]:
+    """Return the variables that `torchrun` gives to one of its processes on a machine."""
+    variables = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    return variables | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+
+
 def in_ranks(count: int, *args) -> subprocess.CompletedProcess:
     """Run a command in `count` processes, as `torchrun` does; return what the first one printed, or one that failed."""
     port = free_port()
-    ranks = [
-        Command(
-            *args,
-            **dict.fromkeys(("RANK", "LOCAL_RANK"), rank),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), count),
-            MASTER_ADDR="localhost",
-            MASTER_PORT=port,
-            TORCHELASTIC_RUN_ID="test",
-        )
-        for rank in range(count)
-    ]
+    ranks = [Command(*args, **as_rank(rank, count, port)) for rank in range(count)]
     return max([rank.wait() for rank in ranks], key=lambda done: done.returncode != 0)

@@ -13,7 +13,7 @@ import torch
 
 import lion
 from lion.layers.mixers import MIXERS, make_mixer
-from tests.helpers import command, state_of, tiny_recipe
+from tests.helpers import command, ended, state_of, tiny_recipe
 from tools.bench.train import training_step
 from tools.compose import describe_data, make_task, resolve
 
@@ -196,10 +196,7 @@ def test_a_step_never_waits_for_the_gpu(name):
 @pytest.mark.compiled
 @on_a_gpu
 def test_the_clock_times_an_operator(tmp_path):
-    done = command(
-        "bench", "gpu", "--clock", "lion_s", "--form", "full", "--length", "197", "--out", tmp_path, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended(command("bench", "gpu", "--clock", "lion_s", "--form", "full", "--length", "197", "--out", tmp_path))
     (row,) = json.loads((tmp_path / "clock.json").read_text())["rows"]
     assert row["name"] == "lion_s" and 0 < row["graph"]["seconds"] <= row["launched"]["seconds"]
 
@@ -208,8 +205,7 @@ def test_the_clock_times_an_operator(tmp_path):
 @pytest.mark.process
 def test_quickstart_learns_and_agrees_in_every_form(tmp_path):
     pytest.importorskip("sklearn")
-    done = command("train", "quickstart", f"run.root={tmp_path}", timeout=900)
-    assert done.returncode == 0, done.stderr
+    done = ended(command("train", "quickstart", f"run.root={tmp_path}", timeout=900))
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("full ", "chunk ", "rnn "))]
     assert len(rows) == 4
     for *_, accuracy, _, _, _, deviation in (row if row[0] == "full" else row[1:] for row in rows):
@@ -227,8 +223,7 @@ def test_deterministic_runs_are_equal_bit_for_bit(tmp_path):
     settings = (f"trainer.device={DEVICE.type}", "trainer.deterministic=true", "trainer.steps=8")
     for name in ("first", "again"):
         path = tiny_recipe(tmp_path, name, trainer={"compile": True})
-        done = command("train", path, *settings, "--no-eval", timeout=600)
-        assert done.returncode == 0, done.stderr
+        ended(command("train", path, *settings, "--no-eval", timeout=600))
     first, again = (state_of(tmp_path / "runs" / name)["model"] for name in ("first", "again"))
     assert all(torch.equal(first[key].cpu(), again[key].cpu()) for key in first)
 
@@ -240,6 +235,5 @@ def test_deterministic_runs_are_equal_bit_for_bit(tmp_path):
 def test_two_processes_train(setting, tmp_path):
     pytest.importorskip("sklearn")
     path = tiny_recipe(tmp_path, trainer={"compile": True, "device": DEVICE.type})
-    done = command("train", path, setting, "--processes", "2", "--no-eval", timeout=600)
-    assert done.returncode == 0, done.stderr
+    ended(command("train", path, setting, "--processes", "2", "--no-eval", timeout=600))
     assert state_of(tmp_path / "runs" / "tiny")["step"] == 6

@@ -14,7 +14,7 @@ import torch
 
 import lion
 from lion.distribution import NAME, VERSION
-from tests.helpers import ROOT, here, tiny_recipe
+from tests.helpers import ROOT, ended, here, tiny_recipe
 
 FOLDERS = ("lion", "data", "tools", "recipes")
 OFFLINE = ("--no-deps", "--no-index", "--no-cache-dir", "--disable-pip-version-check")
@@ -50,9 +50,8 @@ print(json.dumps([recipe.model.mixer, model(torch.ones(1, 1, 8, 8)).tolist()]))
 
 
 def run(*command, cwd, env=None):
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    words = [str(word) for word in command]
+    return ended(subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)).stdout
 
 
 def needed(*names):

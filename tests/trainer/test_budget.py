@@ -18,7 +18,7 @@ from lion.trainer.loader import StepSampler
 from lion.trainer.optim import to_seconds, to_share
 from lion.trainer.plan import make_plan
 from lion.trainer.state import TrainingClock
-from tests.helpers import ROOT, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, ended, refuse, state_of, tiny_recipe
 from tests.layers.helpers import refused
 from tests.processes import in_ranks
 from tests.trainer import toys
@@ -231,8 +231,7 @@ def test_the_last_step_is_the_one_that_uses_the_time_up_and_is_evaluated(tmp_pat
 @pytest.mark.process
 def test_two_processes_end_at_one_step(tmp_path):
     path = tiny_recipe(tmp_path, schedule={"warmup": 0}, trainer={"batch_start": 16, "batch_ramp": "50%"})
-    done = in_ranks(2, "train", path, "trainer.time=0.01min", "trainer.eval_every=500", "--no-eval")
-    assert done.returncode == 0, done.stderr
+    done = ended(in_ranks(2, "train", path, "trainer.time=0.01min", "trainer.eval_every=500", "--no-eval"))
     assert "0.01min of training, batches of 16 to 64, reached after 50% = 2 x 4 x 8" in done.stdout
     kept = state_of(tmp_path / "runs" / "tiny")
     assert kept["seconds"] >= 0.6 and kept["next"] is None

@@ -9,7 +9,7 @@ import torch
 from lion.recipe import dump_recipe, load_recipe
 from lion.runs import load
 from lion.trainer.log import cut_metrics
-from tests.helpers import state_of, tiny_recipe
+from tests.helpers import ended, state_of, tiny_recipe
 from tests.layers.helpers import close
 from tests.processes import Command, in_ranks
 from tests.trainer import toys
@@ -154,8 +154,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
 def test_two_processes_equal_one(tmp_path):
     path = tiny_recipe(tmp_path, task={"mixup": 0}, model={"drop_path": 0}, trainer={"micro_batch": 16})
     alone = train(path, tmp_path / "one")
-    done = in_ranks(2, "train", path)
-    assert done.returncode == 0, done.stderr
+    ended(in_ranks(2, "train", path))
     folder = tmp_path / "runs" / "tiny"
     assert_close(state_of(folder)["model"], alone.model.state_dict())
     one, two = (logged(run, "val", "top1") for run in (tmp_path / "one", folder))

@@ -28,7 +28,7 @@ from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
-from tests.helpers import refuse
+from tests.helpers import ended, refuse
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines, stopped_at
 from tools.evaluate import measure_forms
@@ -200,8 +200,7 @@ def book(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_trains_and_evaluates(book, tmp_path):
-    done = in_ranks(2, "train", "gpt2_tiny_lion_s", *book)
-    assert done.returncode == 0, done.stderr
+    done = ended(in_ranks(2, "train", "gpt2_tiny_lion_s", *book))
     assert "x 2 (sequence, 2 for each row)" in done.stdout and "rnn" in done.stdout, done.stdout
     run = tmp_path / "runs" / "gpt2_tiny_lion_s"
     assert lines(run)[-1]["step"] == 2

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import check_imports
 
 from lion.transformers import LionForCausalLM, LionForTokenClassification
 from lion.transformers.remote import CODE, FILE
+from tests.helpers import ended
 from tests.layers.helpers import close
 from tests.transformers.tiny import ids, made
 
@@ -47,8 +48,7 @@ def test_a_process_loads_it_by_its_remote_code(tmp_path):
     torch.save(ids(1, 6), tmp_path / "ids.pt")
     places = {"HF_HOME": str(tmp_path / "cache"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
     code = [sys.executable, "-c", LOAD, str(tmp_path)]
-    found = subprocess.run(code, capture_output=True, text=True, env={**os.environ, **places})
-    assert found.returncode == 0, found.stderr
+    found = ended(subprocess.run(code, capture_output=True, text=True, env={**os.environ, **places}))
     line = "this model needs the package lion, in a clone of it: pip install '.[transformers]'"
     assert found.stdout.splitlines() == [line, line]
     close(torch.load(tmp_path / "logits.pt"), model(ids(1, 6)).logits.detach())
