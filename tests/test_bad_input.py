@@ -3,12 +3,11 @@
 import shutil
 
 import pytest
-import yaml
 from PIL import Image
 
 from data.folders import DOWNLOADED
 from lion.config import merge
-from tests.helpers import TINY, config_error, here, refuse, tiny_recipe
+from tests.helpers import config_error, here, refuse, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
 from tools.keys import check_files, layers_of
@@ -20,13 +19,7 @@ pytest.importorskip("sklearn")
     ("change", "message"),
     [
         ({"trainr": {}}, "tiny.yaml: unknown key 'trainr': did you mean 'trainer'?"),
-        ({"trainer": {"batchsize": 8}}, "tiny.yaml: unknown key 'trainer.batchsize': did you mean 'batch_size'?"),
         ({"model": {"mixer": "lion_x"}}, "tiny.yaml: model.mixer: 'lion_x' is not a choice, did you mean"),
-        (
-            {"model": {"attention": {"form": "chunks"}}},
-            "model.attention.form: 'chunks' is not a choice, did you mean 'chunk'?",
-        ),
-        ({"optim": {"lr": "fast"}}, "optim.lr: expected a number, got 'fast'"),
         ({"optim": {"lr": 0}}, "optim.lr: expected more than 0, got 0.0"),
         ({"optim": {"betas": [0.9, 1.5]}}, "optim.betas must be"),
         ({"schedule": {"warmup": "long"}}, "schedule.warmup: expected steps (2000)"),
@@ -57,10 +50,7 @@ pytest.importorskip("sklearn")
         ({"data": {"name": "digitz"}}, "tiny.yaml: data.name: unknown data set 'digitz', did you mean 'digits'?"),
         ({"data": {"name": "common"}}, "data.name: unknown data set 'common'"),
         ({"data": {"name": "os"}}, "data.name: unknown data set 'os'"),
-        ({"data": None}, "missing section 'data'"),
         ({"task": {"name": "mlm"}}, "task.name: unknown task 'mlm'"),
-        ({"model": {"num_heads": 3}}, "tiny.yaml: model.num_heads 3 does not divide dim 16, nearest: 2"),
-        ({"model": {"patch_size": 3}}, "model.patch_size: 3 does not divide image height 8, nearest: 2"),
         ({"model": {"attention": {"feature_map": "identity"}}}, "model.attention.normalize 'sum' divides by a row sum"),
         ({"run": {"name": "../elsewhere"}}, "run.name: expected letters"),
         ({"extends": "nothing.yaml"}, "tiny.yaml: extends: relative paths start at its folder; "),
@@ -70,11 +60,7 @@ pytest.importorskip("sklearn")
     ids=lambda x: str(x)[:40] if isinstance(x, dict) else "",
 )
 def test_malformed_recipes(change, message, tmp_path, capsys):
-    path = tiny_recipe(tmp_path, **{k: v for k, v in change.items() if v is not None})
-    if None in change.values():
-        tree = merge(TINY, {})
-        tree = {k: v for k, v in tree.items() if change.get(k, 0) is not None}
-        path.write_text(yaml.safe_dump(tree))
+    path = tiny_recipe(tmp_path, **change)
     assert message in refuse(capsys, "train", path)
     assert not (tmp_path / "runs").exists()
 
@@ -84,9 +70,7 @@ def test_malformed_recipes(change, message, tmp_path, capsys):
     [
         ("", "expected sections of keys"),
         ("- a\n- b", "expected sections of keys"),
-        ("a: [", "line 1 not YAML"),
-        ("task: {name: image_classification}\ntask: {}", "line 2: key 'task' is given twice"),
-        ("task: !!python/name:os.system", "not YAML"),
+        ("{task: {}, model: {}}", "missing section 'data'"),
         ("\x00", "not YAML"),
     ],
 )
@@ -99,7 +83,6 @@ def test_files_that_are_not_recipes(text, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.step=3", "override: unknown key 'trainer.step': did you mean 'steps'?"),
         ("lr=3", "override: unknown key 'lr': did you mean 'optim.lr'?"),
         ("direction=3", "override: unknown key 'direction': did you mean 'model.attention.direction'?"),
         ("model.chunk_size=3", "unknown key 'model.chunk_size': did you mean 'model.attention.chunk_size'?"),
@@ -107,8 +90,6 @@ def test_files_that_are_not_recipes(text, message, tmp_path, capsys):
         ("trainer.steps", "expected section.key=value"),
         ("model.dim=15", "override: model.num_heads 2 does not divide dim 15, nearest: 1"),
         ("optim.betas=[a, 0.9]", "override: optim.betas[0]: expected a number, got 'a'"),
-        ("trainer.steps=many", "override: trainer.steps: expected a whole number, got 'many'"),
-        ("trainer.steps=1:30", "override: trainer.steps: expected a whole number, got '1:30'"),
         ("trainer.save_every=1:30", "override: trainer.save_every: expected steps (2000), epochs ('5ep')"),
         ("task.temperature=2", "task.temperature: has no effect without a teacher, which task.teacher names"),
         ("task={teacher: a, temperature: 2}", "task.temperature: has no effect with distillation 'hard', only with"),
@@ -264,15 +245,15 @@ def test_folders_of_images(layout, message, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("data.image_size=[0, 8]", "data.image_size: expected sides of 1"),
-        ("data.image_size=[8, -8]", "data.image_size: expected sides of 1"),
-        ("data.random_scale=[0.5, 0.1]", "data.random_scale: expected two shares"),
-        ("data.random_scale=[-1, 1]", "data.random_scale: expected two shares"),
+        ("data.image_size=[0,8]", "data.image_size: expected sides of 1"),
+        ("data.image_size=[8,-8]", "data.image_size: expected sides of 1"),
+        ("data.random_scale=[0.5,0.1]", "data.random_scale: expected two shares"),
+        ("data.random_scale=[-1,1]", "data.random_scale: expected two shares"),
         ("data.root=/dev/null", "no folder /dev/null"),
         ("data.root=~nobody-here", "no folder ~nobody-here"),
         ("data.root=" + "x" * 5000, "xxx"),
         ("data.crop=1e-6", "data.crop: "),
-        ("data.image_size=[60000, 60000]", "data.image_size: expected sides of 1 to 16384 pixels"),
+        ("data.image_size=[60000,60000]", "data.image_size: expected sides of 1 to 16384 pixels"),
         ("data.repeats=100", "data.repeats: 100 views of an image, more than a batch of"),
         ("task.mixup=1e-9", "task.mixup: expected 0 (off) or at least 1e-06"),
         ("trainer.device=meta", "trainer.device: 'meta' is not available"),
@@ -280,21 +261,18 @@ def test_folders_of_images(layout, message, tmp_path, capsys):
         ("schedule.warmup=1e999ep", "schedule.warmup: expected steps"),
         ("trainer.eval_every=1e999", "trainer.eval_every: expected steps"),
         ("init_from=" + "x" * 5000, "xxx"),
+        (
+            "task.mixup=0.8 trainer.micro_batch=1",
+            "trainer.micro_batch: 1 sample in each process, but task.mixup and task.cutmix mix",
+        ),
     ],
     ids=lambda x: x[:30],
 )
 def test_values_that_only_look_right(change, message, tmp_path, capsys):
     pictures(tmp_path / "root", WHOLE)
     recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(tmp_path / "root")}}))
-    assert message in refuse(capsys, "train", recipe, change)
+    assert message in refuse(capsys, "train", recipe, *change.split())
     assert not (tmp_path / "runs").exists()
-
-
-def test_an_image_is_not_mixed_with_itself(tmp_path, capsys):
-    pictures(tmp_path / "root", WHOLE)
-    recipe = tiny_recipe(tmp_path, **merge(FOLDERS, {"data": {"root": str(tmp_path / "root")}}))
-    line = refuse(capsys, "train", recipe, "task.mixup=0.8", "trainer.micro_batch=1")
-    assert "trainer.micro_batch: 1 sample in each process, but task.mixup and task.cutmix mix" in line
 
 
 @pytest.mark.parametrize(
