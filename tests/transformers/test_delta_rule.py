@@ -10,12 +10,11 @@ from torch._dynamo.testing import CompileCounter
 
 pytest.importorskip("transformers")
 
-import transformers
 
 from lion.transformers import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, delta, use_delta_rule
 from lion.transformers.delta import causal_conv1d_fn
 from tests.layers.helpers import refused
-from tests.transformers.tiny import ids, left_padded
+from tests.transformers.tiny import flattened, ids, left_padded
 
 LENGTHS = [7, 20, 1]
 EAGER = {"compile": False, "chunk_size": 8}
@@ -197,9 +196,7 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
         logits.square().mean().backward()
         return logits.detach(), [p.grad.clone() for p in model.parameters()]
 
-    batch = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)(
-        [{"input_ids": row} for row in rows]
-    )
+    batch = flattened(rows)
     wanted, gradients = outputs()
     alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows]).detach()
     text = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
@@ -214,9 +211,7 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
     assert torch.equal(model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False), text)
     packed = model(**batch, use_cache=False).logits[0]
     close(packed.detach(), alone, 5e-5)
-    with pytest.raises(ValueError, match="LlamaModel has no layer of Gated DeltaNet"):
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        use_delta_rule(transformers.LlamaModel(transformers.LlamaConfig(**sizes, vocab_size=9)))
+    refused("Linear has no layer of Gated DeltaNet", use_delta_rule, torch.nn.Linear(2, 2))
 
 
 @pytest.mark.compiled

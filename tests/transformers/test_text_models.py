@@ -21,7 +21,7 @@ from lion.transformers import (
     LionModel,
 )
 from tests.layers.helpers import close, refused
-from tests.transformers.tiny import config, ids, left_padded, made
+from tests.transformers.tiny import config, flattened, ids, left_padded, made
 
 KINDS = [
     (LionModel, "bert"),
@@ -76,8 +76,7 @@ def test_padding_packed_rows_and_embeddings_in_place_of_ids_change_nothing(kind,
     refused("input_ids, inputs_embeds: expected one of them", model, tokens, inputs_embeds=embeds)
     if not of_tokens:
         return
-    collate = transformers.DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
-    batch = collate([{"input_ids": row} for row in rows])
+    batch = flattened(rows)
     for names in (["position_ids"], ["seq_idx"], ["cu_seq_lens_q"], ["position_ids", "seq_idx"]):
         packed = output(model, batch["input_ids"], **{key: batch[key] for key in names})
         close(packed[0], torch.cat(alone), 1e-11)
@@ -115,13 +114,10 @@ def test_what_cannot_be_expressed_is_refused():
         refused(message, model, tokens, **given)
     single = made(LionForSequenceClassification, "lra", num_labels=3)
     pairs = made(LionForSequenceClassification, "lra", num_labels=3, parts=2)
-    for model, shape, message in (
-        (single, (4, 2, 10), r"input_ids: expected \(B, L\), got \(4, 2, 10\)"),
-        (pairs, (4, 10), r"input_ids: expected \(B, 2, L\), got \(4, 10\)"),
-        (pairs, (2, 4, 10), r"input_ids: expected \(B, 2, L\), got \(2, 4, 10\)"),
-    ):
-        refused(message, model, torch.zeros(shape, dtype=torch.long))
-    assert pairs(torch.zeros(4, 2, 10, dtype=torch.long)).logits.shape == (4, 3)
+    refused(r"input_ids: expected \(B, L\), got \(4, 2, 10\)", single, ids(4, 2, 10))
+    refused(r"input_ids: expected \(B, 2, L\), got \(4, 10\)", pairs, ids(4, 10))
+    refused(r"input_ids: expected \(B, 2, L\), got \(2, 4, 10\)", pairs, ids(2, 4, 10))
+    assert pairs(ids(4, 2, 10)).logits.shape == (4, 3)
 
 
 @EVERY
@@ -130,8 +126,7 @@ def test_saved_models_load_bit_for_bit(kind, name, tmp_path):
     model.save_pretrained(tmp_path)
     again, report = kind.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    held, wanted = again.state_dict(), model.state_dict()
-    assert held.keys() == wanted.keys() and all(torch.equal(held[k], wanted[k]) for k in wanted)
+    close(again.state_dict(), model.state_dict(), 0)
     assert again.config.model == model.config.model
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(copied) is kind and torch.equal(output(copied, ids(1, 6)), output(model, ids(1, 6)))
@@ -358,8 +353,7 @@ def test_bad_configurations_name_the_valid_ones(tmp_path):
 @torch.no_grad()
 def test_offloaded_weights(mixer, block):
     accelerate = pytest.importorskip("accelerate")
-    section = {"name": "gpt", "mixer": mixer, "dim": 16, "depth": 2, "num_heads": 2, "attention": {"block": block}}
-    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=64)).eval()
+    model = made(LionForCausalLM, "gpt", mixer, {"attention": {"block": block}}).float()
     offloaded = accelerate.cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
     tokens = torch.arange(24).view(2, 12)
     how = {"max_new_tokens": 3, "do_sample": False}
@@ -369,14 +363,12 @@ def test_offloaded_weights(mixer, block):
         assert all(p.is_meta for p in offloaded.parameters())
 
 
-@pytest.mark.parametrize(("mixer", "longest"), [("softmax", 64), ("lion_s", None)])
+@pytest.mark.parametrize(("mixer", "longest"), [("softmax", 32), ("lion_s", None)])
 def test_the_configuration_tells_the_positions_of_a_model(mixer, longest):
-    section = {"name": "gpt", "mixer": mixer, "dim": 16, "depth": 1, "num_heads": 2}
-    config = LionConfig(model=section, vocab_size=50, length=64)
-    assert getattr(config, "max_position_embeddings", None) == longest
-    model = LionForCausalLM(config)
-    assert getattr(model.config, "max_position_embeddings", None) == longest
-    assert "max_position_embeddings" not in model.config.to_dict()
+    made_of = made(LionForCausalLM, "gpt", mixer).config
+    for each in (config("gpt", mixer), made_of):
+        assert getattr(each, "max_position_embeddings", None) == longest
+    assert "max_position_embeddings" not in made_of.to_dict()
 
 
 def test_nested_ids_are_a_line():

@@ -16,6 +16,7 @@ from lion.transformers import LionConfig, LionForCausalLM, LionForMaskedLM, Lion
 from lion.transformers.remote import AUTO
 from tests.helpers import ROOT, glue_folder
 from tests.layers.helpers import close
+from tests.transformers.tiny import ids, made
 from tools.export.transformers import save_tokenizer
 
 
@@ -101,15 +102,13 @@ def test_the_readme_leads_from_data_to_the_hub(tmp_path, monkeypatch):
 
 
 def test_smoothed_labels_are_the_next_tokens(tmp_path):
-    section = {"name": "gpt", "mixer": "lion_s", "dim": 16, "depth": 1, "num_heads": 2}
-    model = LionForCausalLM(LionConfig(model=section, vocab_size=50, length=16)).eval()
-    ids = torch.arange(32).view(2, 16)
-    logits = model(ids).logits
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    model, tokens = made(LionForCausalLM, "gpt").float(), ids(2, 16)
+    logits = model(tokens).logits
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     for smoothing in (0.0, 1e-9):
         how = {"label_smoothing_factor": smoothing, "use_cpu": True, "report_to": []}
         trainer = transformers.Trainer(model, transformers.TrainingArguments(tmp_path, **how))
-        loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids})
+        loss = trainer.compute_loss(model, {"input_ids": tokens, "labels": tokens})
         close(loss, expected, atol=0, rtol=1e-5)
 
 

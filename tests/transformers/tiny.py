@@ -1,6 +1,7 @@
 """Tiny models of `lion.transformers` with weights that every part of a model affects."""
 
 import torch
+from transformers import DataCollatorWithFlattening
 
 from lion.transformers import LionConfig
 
@@ -40,3 +41,9 @@ def left_padded(rows):
         tokens[i, length - len(row) :] = row
         mask[i, length - len(row) :] = 1
     return tokens, mask
+
+
+def flattened(rows):
+    """Return rows of ids packed in one row, as the collator of transformers does, with all arguments of packed rows."""
+    collate = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    return collate([{"input_ids": row} for row in rows])
