@@ -138,7 +138,7 @@ def test_more_splits_are_measured_and_choose_nothing(tmp_path):
         for (_, loss), far in zip(expected, logged(folder, f"val_far{ema}", "loss"), strict=True):
             assert far != loss
         assert logged(folder, f"val_off{ema}", "loss") == [None, None, None]
-    assert same(alone.model.state_dict(), both.model.state_dict())
+    assert same(alone.model, both.model)
 
 
 def test_text_and_images_of_progress_are_shown(tmp_path):
