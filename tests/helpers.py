@@ -14,6 +14,8 @@ import pytest
 import torch
 import yaml
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lion.config import ConfigError, merge
 from lion.runs import build_on_meta
@@ -42,6 +44,13 @@ TINY = {
 }
 
 
+BOOK = """
+data.name=text data.tokenizer=bytes data.length=34 model.depth=1 model.dim=16 model.num_heads=2 schedule.warmup=1
+trainer.batch_size=4 trainer.micro_batch=4 trainer.steps=2 trainer.epochs=null trainer.eval_every=2
+trainer.compile=false trainer.precision=fp32
+"""
+
+
 def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
     """Write a recipe file that trains in a second, with runs in `folder/runs`."""
     path = Path(folder) / f"{name}.yaml"
@@ -61,6 +70,14 @@ def check_settings(settings, expected: dict) -> None:
     """Compare settings with values by name, as in `optim.lr`."""
     found = {name: attrgetter(name)(settings) for name in expected}
     assert found == expected
+
+
+def on_a_book(folder: Path) -> list[str]:
+    """Write a text; return settings with which a recipe of language models trains for two steps on its bytes."""
+    book = folder / "book.txt"
+    book.write_text("\n".join(f"line {i} of a book" for i in range(400)))
+    places = [f"data.path={book}", f"data.root={folder / 'tokens'}", f"run.root={folder / 'runs'}"]
+    return [*BOOK.split(), *places]
 
 
 def picture(seed: int, size=(30, 20), mode="RGB") -> Image.Image:
@@ -95,6 +112,23 @@ def glue_folder(root: Path, tasks, rows: int = 24, seed: int = 0) -> Path:
                 lines.append(json.dumps({**values, "label": label if task.classes else label * 0.8, "idx": i}))
             (root / name / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
     return root
+
+
+class Largest(TorchDispatchMode):
+    """A mode that counts operations and records the elements of the largest tensor that one returns, by `chosen`."""
+
+    def __init__(self, chosen=torch.is_tensor) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.operations = self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.operations += 1
+        for x in tree_leaves(out):
+            if torch.is_tensor(x) and self.chosen(x):
+                self.elements = max(self.elements, x.numel())
+        return out
 
 
 def state_of(run: Path, kind: str = "last") -> dict:

@@ -20,7 +20,7 @@ from tools.compose import build_data, make_task, resolve
 
 INFO = ImageInfo((8, 8), 1, ("a", "b", "c"), mean=(0.3,), std=(0.4,))
 LABELS, LOGITS = torch.tensor([0, 2]), torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.2, 0.1]])
-TAUGHT = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 2.0]])
+TAUGHT, TAUGHT_LABELS = torch.tensor([[0.0, 3.0, 0.0], [0.0, 0.0, 2.0]]), torch.tensor([1, 2])
 
 
 class Student(torch.nn.Module):
@@ -48,34 +48,37 @@ def loss(outputs, **settings):
     return found.loss
 
 
+def hard(logits, labels=TAUGHT_LABELS):
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
 def test_hard_distillation_is_a_second_label():
-    plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
-    second = F.cross_entropy(LOGITS, torch.tensor([1, 2]), reduction="sum")
-    close(loss(LOGITS), 0.5 * plain + 0.5 * second)
-    close(loss(LOGITS, teacher_share=0.25), 0.75 * plain + 0.25 * second)
+    plain = hard(LOGITS, LABELS)
+    close(loss(LOGITS), 0.5 * plain + 0.5 * hard(LOGITS))
+    close(loss(LOGITS, teacher_share=0.25), 0.75 * plain + 0.25 * hard(LOGITS))
     close(loss((LOGITS, LOGITS.flip(0))), 0.5 * plain + 0.5 * hard(LOGITS.flip(0)))
-
-
-def hard(logits):
-    return F.cross_entropy(logits, torch.tensor([1, 2]), reduction="sum")
 
 
 def test_soft_distillation_is_a_divergence_at_a_temperature():
     t = 3.0
     p, q = (TAUGHT / t).softmax(-1), (LOGITS / t).softmax(-1)
     divergence = t**2 * (p * (p.log() - q.log())).sum() / 3  # classes
-    plain = F.cross_entropy(LOGITS, LABELS, reduction="sum")
-    close(loss(LOGITS, distillation="soft", temperature=t), 0.5 * plain + 0.5 * divergence)
+    close(loss(LOGITS, distillation="soft", temperature=t), 0.5 * hard(LOGITS, LABELS) + 0.5 * divergence)
     assert loss(TAUGHT, distillation="soft", teacher_share=1.0).item() == pytest.approx(0, abs=1e-6)
+
+
+DISTILLED = ("model.distilled=true", "task.teacher=x")
+
+
+def model_of(*overrides):
+    recipe = resolve("quickstart", overrides)
+    return make_task(recipe, build_data(recipe).info).build_model(recipe.model)
 
 
 @pytest.mark.parametrize("mixer", ["lion_s", "softmax"])
 def test_a_distilled_model_has_a_second_token_and_head(mixer):
-    recipe = resolve("quickstart", [f"model.mixer={mixer}", "model.distilled=true", "task.teacher=x"])
-    model = make_task(recipe, build_data(recipe).info).build_model(recipe.model).double()
-    plain = resolve("quickstart", [f"model.mixer={mixer}"])
-    other = make_task(plain, build_data(plain).info).build_model(plain.model)
-    assert model.length == other.length + 1
+    model = model_of(f"model.mixer={mixer}", *DISTILLED).double()
+    assert model.length == model_of(f"model.mixer={mixer}").length + 1
     for head in (model.head, model.head_distill):
         torch.nn.init.normal_(head.weight)
     images = torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8)
@@ -93,9 +96,7 @@ def test_a_distilled_model_has_a_second_token_and_head(mixer):
 
 
 def test_settings_that_cannot_be_combined_are_refused():
-    with pytest.raises(ConfigError, match=r"set task\.teacher"):
-        recipe = resolve("quickstart", ["model.distilled=true"])
-        make_task(recipe, INFO).build_model(recipe.model)
+    config_error(r"set task\.teacher", model_of, "model.distilled=true")
     with pytest.raises(ConfigError, match="sees no patch"):
         resolve("quickstart", ["model.distilled=true", "model.attention.direction=forward", "task.teacher=x"])
     config_error(r"valid: hard, soft|did you mean", resolve, "quickstart", ["task.distillation=sof"])
@@ -158,8 +159,7 @@ def test_teachers_of_timm(tmp_path):
 
 
 def test_the_mean_excludes_the_distillation_token():
-    recipe = resolve("quickstart", ["model.distilled=true", "task.teacher=x"])
-    model, seen = make_task(recipe, build_data(recipe).info).build_model(recipe.model).eval(), {}
+    model, seen = model_of(*DISTILLED).eval(), {}
     model.encoder.register_forward_hook(lambda *call: seen.update(tokens=call[-1]))
     for name in ("head", "head_distill"):
         getattr(model, name).register_forward_pre_hook(lambda _, x, name=name: seen.update({name: x[0]}))

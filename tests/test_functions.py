@@ -41,6 +41,10 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+def train(**settings):
+    return lion.train("quickstart", trainer=SHORT, **settings)
+
+
 def own_splits() -> Splits:
     """Return images of two classes, dark and bright."""
     samples = []
@@ -68,20 +72,20 @@ def test_a_recipe_on_data_of_the_caller(capsys, caplog):
     """Check a run from the first step to its summary; the same call trains no further, another one is refused."""
     splits = own_splits()
     model = {"dim": 16, "depth": 1, "num_heads": 2, "mixer": "lion_d", "patch_size": 4}
-    run = lion.train("quickstart", splits=splits, model=model, trainer=SHORT, form="rnn")
+    run = train(splits=splits, model=model, form="rnn")
     assert (run.recipe.model.mixer, run.recipe.trainer.steps, run.model.classes) == ("lion_d", 3, ("dark", "bright"))
     assert json.loads((run.folder / "summary.json").read_text())["split"] == "val"
     (row,) = lion.evaluate(run, splits, "chunk", 2, eager=True)
     assert (row["form"], row["chunk_size"], row["split"]) == ("chunk", 2, "val")
     capsys.readouterr()
-    again = lion.train("quickstart", splits=splits, model=model, trainer=SHORT)
+    again = train(splits=splits, model=model)
     assert again.checkpoint["step"] == run.checkpoint["step"] == 3
     assert "the run is complete, at step 3: nothing to train" in caplog.text
     with pytest.raises(ConfigError, match="the training samples have changed since step 3"):
-        lion.train("quickstart", splits=splits._replace(train=splits.train[:16]), model=model, trainer=SHORT)
+        train(splits=splits._replace(train=splits.train[:16]), model=model)
     with pytest.raises(ConfigError, match=r"holds a run of another recipe, differing in model\.depth: 1 -> 2"):
-        lion.train("quickstart", splits=splits, model={**model, "depth": 2}, trainer=SHORT)
-    lion.train("quickstart", splits=splits, model={**model, "depth": 2}, trainer=SHORT, fresh=True)
+        train(splits=splits, model={**model, "depth": 2})
+    train(splits=splits, model={**model, "depth": 2}, fresh=True)
     assert "the earlier run is kept as" in capsys.readouterr().out
 
 
@@ -121,7 +125,7 @@ def test_what_is_no_data_and_no_model_is_refused():
         ({"splits": splits._replace(val=[])}, "splits.val: no samples"),
         ({"splits": splits, "model": nn.Linear(3, 3)}, "model: expected a lion.models.base.Model, got Linear"),
     ):
-        config_error(message, lion.train, "quickstart", trainer=SHORT, **settings)
+        config_error(message, train, **settings)
 
 
 def test_a_model_and_a_recipe_of_the_caller():

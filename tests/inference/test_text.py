@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lion
 from lion.inference import text as generation
@@ -12,6 +11,7 @@ from lion.layers.mixers import MIXERS, SOFTMAX
 from lion.models.gpt import GPT, GPTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.compilation import compile_blocks, compile_steps
+from tests.helpers import Largest
 from tests.layers.helpers import close, refused
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
@@ -191,26 +191,13 @@ def test_prompts_are_lists_or_tensors():
         assert generated(model, "rnn", 3, prompts=prompts) == want
 
 
-class Largest(TorchDispatchMode):
-    """A mode that records the size of the largest floating-point tensor."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        for x in out if isinstance(out, (list, tuple)) else (out,):
-            if torch.is_tensor(x) and x.is_floating_point():
-                self.numbers = max(self.numbers, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("mixer", ["lion_s", "gla", "deltanet"])
 def test_a_long_prompt_is_read_in_constant_memory(mixer):
     found = []
     for length in (20, 100):
-        with Largest() as largest:
+        with Largest(torch.is_floating_point) as largest:
             Continuation.of(gpt(mixer, length=100), "rnn", [[1] * length])
-        found.append(largest.numbers)
+        found.append(largest.elements)
     assert found[0] == found[1] > 0
 
 

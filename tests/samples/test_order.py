@@ -5,11 +5,11 @@ import tracemalloc
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion.samples import order as orders
 from lion.samples.order import MAX_STORED, Drawn, Shuffled, permutation, permute
 from lion.samples.seeds import derive
+from tests.helpers import Largest
 
 HUGE = 365_000_000  # number of documents in C4
 
@@ -92,21 +92,6 @@ def test_drawn_samples_repeat_as_chance_has_it():
     assert 0 <= found.min() and found.max() < 100_000
     assert abs(found.unique().numel() / 100_000 - (1 - torch.e**-1)) < 0.01
     assert chi_square(torch.histc(found.double(), 100, 0, 100_000).tolist(), 1000) < 150
-
-
-class Largest(TorchDispatchMode):
-    """A mode that counts operations and records the elements of the largest tensor that one returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations = self.elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.operations += 1
-        if isinstance(out, torch.Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
 
 
 @pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)

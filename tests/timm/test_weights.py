@@ -11,7 +11,7 @@ import lion
 from lion.layers.mixers import MIXERS
 from lion.models.vit import ViTConfig
 from lion.runs import open_run
-from tests.helpers import ROOT, config_error, here, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, config_error, here, on_a_book, refuse, state_of, tiny_recipe
 from tests.layers.helpers import close
 from tests.timm.test_vision_transformer import made, randomise
 
@@ -147,10 +147,7 @@ def test_runs_without_a_place_in_timm_are_refused(tmp_path):
     config_error(
         r"runs/tiny: model.attention.direction: timm's VisionTransformer has no", room.from_run, tmp_path / "runs/tiny"
     )
-    text = tmp_path / "text.txt"
-    text.write_text("some words of a text\n" * 400)
-    settings = [f"run.root={tmp_path}", "model.dim=16", "model.num_heads=2", "model.depth=1", "trainer.compile=false"]
-    settings += ["data.name=text", f"data.path={text}", "data.tokenizer=bytes", "data.length=32", "trainer.steps=1"]
-    settings += ["trainer.batch_size=4", "trainer.micro_batch=4", "trainer.precision=fp32", "schedule.warmup=0"]
-    assert here("train", ROOT / "recipes/gpt2/gpt2_tiny_lion_s.yaml", "--no-eval", *settings) == 0
-    config_error("gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'", room.from_run, tmp_path / "gpt2_tiny_lion_s")
+    assert here("train", "gpt2_tiny_lion_s", "--no-eval", *on_a_book(tmp_path)) == 0
+    config_error(
+        "gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'", room.from_run, tmp_path / "runs/gpt2_tiny_lion_s"
+    )

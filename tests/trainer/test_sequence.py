@@ -28,7 +28,7 @@ from lion.trainer.compilation import compile_blocks, missing_compiler
 from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
-from tests.helpers import ended, refuse
+from tests.helpers import ended, on_a_book, refuse
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines, stopped_at
 from tools.evaluate import measure_forms
@@ -189,13 +189,8 @@ def test_a_run_resumes_in_another_number_of_processes(alone, tmp_path):
 
 @pytest.fixture
 def book(tmp_path):
-    """Write a book, and return a command line that trains a small language model on it."""
-    (tmp_path / "book.txt").write_text("\n".join(f"line {i} of a book" for i in range(300)))
-    small = ["model.depth=1", "model.dim=16", "model.num_heads=2", "trainer.batch_size=4", "trainer.steps=2"]
-    small += ["trainer.epochs=null", "trainer.compile=false", "trainer.eval_every=2", "schedule.warmup=1"]
-    data = ["data.name=text", "data.tokenizer=bytes", "data.length=34", f"data.path={tmp_path / 'book.txt'}"]
-    data += [f"data.root={tmp_path / 'tokens'}", f"run.root={tmp_path / 'runs'}"]
-    return [*small, *data, "trainer.parallel=sequence"]
+    """Return a command line that trains a small language model in processes that share rows."""
+    return [*on_a_book(tmp_path), "trainer.parallel=sequence"]
 
 
 @pytest.mark.slow

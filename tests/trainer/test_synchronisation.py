@@ -5,16 +5,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lion.ops import arguments, modes
-from tests.helpers import tiny_recipe
+from tests.helpers import on_a_book, tiny_recipe
 from tests.trainer.helpers import trainer
 from tools.compose import resolve
 
 pytest.importorskip("sklearn")
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.equal, aten.masked_select, aten._unique2}
-SMALL = ["trainer.compile=false", "trainer.precision=fp32", "trainer.batch_size=4", "trainer.micro_batch=2"]
-SMALL += ["model.depth=2", "model.dim=16", "model.num_heads=2", "optim.lr_batch=null"]
-BOOK = ["data.name=text", "data.tokenizer=bytes", "data.length=32"]
+ACCUMULATED = [
+    "trainer.micro_batch=2",
+    "trainer.ema=0.9",
+    "trainer.clip_grad=1",
+    "model.depth=2",
+    "optim.lr_batch=null",
+]
 
 
 class NeverWaiting(TorchDispatchMode):
@@ -30,11 +34,8 @@ def recipe_of(kind, folder):
         changes = {"batch_size": 8, "micro_batch": 4, "clip_grad": 1.0, "ema": 0.9}
         mixup = {"mixup": 0}  # torchvision reads its random numbers on the host, where they are drawn
         return resolve(tiny_recipe(folder, trainer=changes, task=mixup))
-    book = folder / "book.txt"
-    book.write_text("\n".join(f"line {i} of a book" for i in range(400)))
     name = {"bert": "mlm_tiny_lion_s", "gpt": "gpt2_tiny_lion_s"}[kind]
-    held = [f"data.path={book}", f"data.root={folder / 'tokens'}", "trainer.ema=0.9", "trainer.clip_grad=1"]
-    return resolve(name, [*SMALL, *BOOK, *held])
+    return resolve(name, [*on_a_book(folder), *ACCUMULATED])
 
 
 @pytest.mark.parametrize("kind", ["vit", "bert", "gpt"])
