@@ -3,6 +3,7 @@
 Without a GPU the tests are skipped. `LION_TEST_DEVICE=cpu` runs them on the CPU, which tests the tests.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -51,6 +52,18 @@ def precise():
         yield
 
 
+@contextlib.contextmanager
+def never_waiting():
+    """Make it an error to wait for the GPU."""
+    if DEVICE.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def layers(name: str, form: str, direction: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return a layer on the CPU in float64, in the full form if it has several, and its copy on the device."""
     torch.manual_seed(0)
@@ -69,8 +82,7 @@ def differences(run, tested, known, length: int, dtype: str = "float32", **masks
     x, weights = torch.randn(2, 2, length, DIM, dtype=torch.float64).unbind()
     valid = masks.get("valid", torch.ones(2, length, dtype=torch.bool))[..., None]
     results = []
-    for layer, device, fn in ((known, torch.device("cpu"), known), (tested, DEVICE, run)):
-        wide = device.type == "cpu" and layer is known
+    for layer, device, fn, wide in ((known, torch.device("cpu"), known, True), (tested, DEVICE, run, False)):
         given = torch.where(valid, x, torch.nan).to(device, torch.float64 if wide else torch.float32).requires_grad_()
         layout = lion.Layout.of(given, **{key: mask.to(device) for key, mask in masks.items()})
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16" and not wide):
@@ -156,13 +168,8 @@ def test_a_compiled_training_step_never_waits_for_the_gpu(recipe):
     step = training_step(model, task, found, task.example(size, DEVICE), "bf16", DEVICE, compiled=True)
     for _ in range(3):
         step()
-    if DEVICE.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step()
-    finally:
-        if DEVICE.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -185,11 +192,8 @@ def test_a_step_never_waits_for_the_gpu(name):
     tested, _ = layers(name, "chunk", "both")
     x, valid = torch.randn(2, 75, DIM, device=DEVICE), torch.ones(2, 75, dtype=torch.bool, device=DEVICE)
     tested(x, lion.Layout.of(x, valid=valid)).sum().backward()  # handles of libraries
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         tested(x, lion.Layout.of(x, valid=valid)).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.slow

@@ -29,20 +29,13 @@ def by_hand(w, tokens):
         return F.layer_norm(x, (DIM,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
 
     length, size = tokens.shape[1], DIM // HEADS
-    waves = torch.tensor(
-        [
-            [(math.cos if i % 2 else math.sin)(p / 10_000 ** ((i - i % 2) / DIM)) for i in range(DIM)]
-            for p in range(length)
-        ],
-        dtype=torch.double,
-    )
+    angles = torch.arange(length)[:, None] / 10_000.0 ** (torch.arange(0, DIM, 2).double() / DIM)
+    waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)  # sines and cosines by turns
     x = norm(w["tokens.weight"][tokens] + w["positions.scale"] * waves, "norm")
     for n in range(2):
         b = f"encoder.blocks.{n}"
-        q, k, v = (
-            part.unflatten(-1, (HEADS, size)).transpose(1, 2)
-            for part in (norm(x, f"{b}.norm1") @ w[f"{b}.attention.qkv.weight"].T).chunk(3, -1)
-        )
+        qkv = norm(x, f"{b}.norm1") @ w[f"{b}.attention.qkv.weight"].T
+        q, k, v = qkv.unflatten(-1, (3, HEADS, size)).permute(2, 0, 3, 1, 4)
         mixed = (q @ k.mT / math.sqrt(size)).softmax(-1) @ v
         x = x + mixed.transpose(1, 2).flatten(2) @ w[f"{b}.attention.proj.weight"].T
         gate, value = (norm(x, f"{b}.norm2") @ w[f"{b}.mlp.fc1.weight"].T).chunk(2, -1)

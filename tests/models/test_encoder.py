@@ -136,8 +136,7 @@ def test_norms_see_the_layout(monkeypatch):
     monkeypatch.setitem(NORMS, "counting", CountingNorm)
     config = EncoderConfig("lion_lit", 12, 2, 3)
     config.norm = "counting"
-    model = Encoder(config.resolved()).double().eval()
-    x = doubles(2, 6, 12)
+    model, x = Encoder(config.resolved()).double().eval(), doubles(2, 6, 12)
     valid = torch.tensor([[True] * 4 + [False] * 2] * 2)
     close(model(x, Layout.of(x, valid))[:, :4], model(x[:, :4]))
 

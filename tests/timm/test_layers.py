@@ -26,6 +26,7 @@ room = pytest.importorskip("lion.timm")
 DIM, HEADS, LENGTH = 24, 3, 11
 PUBLISHED = ("mamba2", "rwkv7", "gated_deltanet", "retnet")  # short convolution, token shift, head norm, ..
 VALID = torch.arange(LENGTH) < torch.tensor([[LENGTH], [7]])
+KEYS = VALID[:, None, None]  # as a mask of scores
 
 
 def layers(mixer, direction="both", **settings):
@@ -37,17 +38,22 @@ def layers(mixer, direction="both", **settings):
     return theirs, ours, torch.randn(2, LENGTH, DIM)
 
 
+def valid_only(ours, x):
+    """Return our layer's values of valid tokens."""
+    return ours(x, Layout.of(x, VALID))[VALID]
+
+
 @pytest.mark.parametrize(("mixer", "block"), [*((m, "plain") for m in LINEAR), *((m, "published") for m in PUBLISHED)])
 def test_the_values_are_those_of_our_layer(mixer, block):
     theirs, ours, x = layers(mixer, block=block)
     assert torch.equal(theirs(x), ours(x))
-    masked = theirs(x.masked_fill(~VALID[..., None], torch.nan), attn_mask=VALID[:, None, None])
-    assert torch.equal(masked[VALID], ours(x, Layout.of(x, VALID))[VALID])
+    masked = theirs(x.masked_fill(~VALID[..., None], torch.nan), attn_mask=KEYS)
+    assert torch.equal(masked[VALID], valid_only(ours, x))
     theirs, ours, x = layers(mixer, direction="forward", block=block)
     y = theirs(x, is_causal=True)
     assert torch.equal(y, ours(x)) and not torch.allclose(y, theirs(x))
-    y = theirs(x, attn_mask=VALID[:, None, None], is_causal=True)
-    assert torch.equal(y[VALID], ours(x, Layout.of(x, VALID))[VALID])
+    y = theirs(x, attn_mask=KEYS, is_causal=True)
+    assert torch.equal(y[VALID], valid_only(ours, x))
     y.square().sum().backward()
     assert all(p.grad is not None for p in theirs.parameters())
 
@@ -56,12 +62,12 @@ def added(mask, least=-torch.inf):
     return torch.zeros(mask.shape).masked_fill(~mask, least)
 
 
-PAIRS = VALID[:, None, None] & VALID[:, None, :, None]
+PAIRS = KEYS & VALID[:, None, :, None]
 MASKS = {  # of timm's models, and of PyTorch's SDPA
-    "keys": VALID[:, None, None],
-    "keys for each query": VALID[:, None, None].expand(-1, 1, LENGTH, -1),
+    "keys": KEYS,
+    "keys for each query": KEYS.expand(-1, 1, LENGTH, -1),
     "pairs": PAIRS,
-    "added keys": added(VALID[:, None, None]),
+    "added keys": added(KEYS),
     "added pairs": added(PAIRS, torch.finfo(torch.float32).min),
 }
 
@@ -70,7 +76,7 @@ MASKS = {  # of timm's models, and of PyTorch's SDPA
 def test_every_form_of_a_padding_mask(kind):
     theirs, ours, x = layers("lion_s")
     y = theirs(x, attn_mask=MASKS[kind])
-    assert torch.equal(y[VALID], ours(x, Layout.of(x, VALID))[VALID]) and y.isfinite().all()
+    assert torch.equal(y[VALID], valid_only(ours, x)) and y.isfinite().all()
     close(y[1:, :7], theirs(x[1:, :7]), 1e-6)
     everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     close(theirs(x, attn_mask=everything), ours(x), 1e-6)
@@ -81,7 +87,7 @@ def test_the_mask_of_timms_naflex_model():
     theirs, ours, x = layers("lion_d")
     for symmetric in (True, False):
         mask = naflex.create_attention_mask(VALID, symmetric=symmetric)
-        assert torch.equal(theirs(x, attn_mask=mask)[VALID], ours(x, Layout.of(x, VALID))[VALID])
+        assert torch.equal(theirs(x, attn_mask=mask)[VALID], valid_only(ours, x))
 
 
 REFUSED = [
@@ -93,7 +99,7 @@ REFUSED = [
     (torch.randn(LENGTH, LENGTH), "cannot express; expected padding, or is_causal=True"),
     (torch.ones(LENGTH, LENGTH).bool().tril(), "attn_mask: different keys for different queries, which linear"),
     (torch.eye(LENGTH).bool(), "attn_mask: different keys for different queries"),
-    (VALID[:, None, None].long(), "attn_mask: expected boolean or floating point, got int64"),
+    (KEYS.long(), "attn_mask: expected boolean or floating point, got int64"),
 ]
 
 
@@ -219,7 +225,7 @@ def test_weights_of_softmax_keep_the_decays_of_the_start(tmp_path):
 def test_one_compiled_graph_serves_masks_and_causality():
     layer, _, x = layers("lion_s")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    for arguments in ({"is_causal": True}, {"attn_mask": VALID[:, None, None]}, {"attn_mask": PAIRS}):
+    for arguments in ({"is_causal": True}, {"attn_mask": KEYS}, {"attn_mask": PAIRS}):
         assert torch.equal(compiled(x, **arguments), layer(x, **arguments))
 
 
