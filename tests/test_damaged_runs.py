@@ -121,6 +121,11 @@ class Touch:
         return Path.touch, (self.path,)
 
 
+def signed(file):
+    """Write the manifest that fits a changed file."""
+    write_manifest(file.parent, [file], sharded=False)
+
+
 def other_shapes(file, _):
     state = load_state(file)
     torch.save({**state, "model": {k: v[..., None] for k, v in state["model"].items()}}, file)
@@ -144,7 +149,7 @@ FORGED = {
 def test_checkpoints_of_something_else(kind, refuse_run, tmp_path):
     for file in tmp_path.glob(f"tiny/checkpoints/*/{STATE}"):
         FORGED[kind](file, tmp_path / "touched")
-        write_manifest(file.parent, [file], sharded=False)
+        signed(file)
     refuse_run()
     assert not (tmp_path / "touched").exists()
 
@@ -158,7 +163,7 @@ def test_data_that_are_none(info, refuse_run, tmp_path):
     (file,) = tmp_path.glob(f"tiny/checkpoints/best-*/{STATE}")
     state = load_state(file)
     torch.save({**state, "info": {**state["info"], **info}}, file)
-    write_manifest(file.parent, [file], sharded=False)
+    signed(file)
     refuse_run("eval", "predict", "init")
 
 
@@ -196,20 +201,17 @@ def test_a_folder_for_the_lock(refuse_run, tmp_path):
     refuse_run("again")
 
 
-@pytest.mark.parametrize(
-    ("name", "replace"),
-    [("metrics.jsonl", by_folder), ("environment.json", by_folder)],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_files_that_cannot_be_written(name, replace, trained, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "environment.json"])
+def test_files_that_cannot_be_written(name, trained, tmp_path, capsys):
     recipe, run = trained
+    place = tmp_path / "tiny" / name
     if name == "environment.json":  # in a run that has not started: a complete run keeps its file
-        (tmp_path / "tiny" / name).mkdir(parents=True)
+        place.mkdir(parents=True)
     else:
         shutil.copytree(run, tmp_path / "tiny")
-        replace(tmp_path / "tiny" / name)
+        by_folder(place)
     line = refuse(capsys, "train", recipe, f"run.root={tmp_path}", code=1)
-    assert line.startswith(f"error: {tmp_path / 'tiny' / name}: ")
+    assert line.startswith(f"error: {place}: ")
 
 
 @pytest.mark.slow
@@ -219,7 +221,7 @@ def test_weights_without_finite_outputs(trained, tmp_path, capsys):
     state = load_state(file)
     state["model"]["head.weight"] *= torch.inf
     torch.save(state, file)
-    write_manifest(file.parent, [file], sharded=False)
+    signed(file)
     Image.new("L", (8, 8)).save(picture)
     assert "the outputs of its model are not finite" in refuse(capsys, "predict", tmp_path / "tiny", picture, "--eager")
 

@@ -1,5 +1,7 @@
 """Tests of text generation: the modes agree, and draws depend only on seed, row and place."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -216,35 +218,30 @@ def test_a_cache_has_room_for_what_is_to_come_alone(monkeypatch):
     assert text.room == 0
 
 
+def graphs_of(model, compiled=compile_steps, mode=None, **how):
+    """Check that a compiled model generates the same; return the number of its graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    mode = mode or streaming_mode(model)
+    expected = generated(model, mode, **how)
+    assert compiled(model, counter)
+    assert generated(model, mode, **how) == expected
+    return counter.frame_count
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("mixer", [SOFTMAX, "fox", "lion_s", "gla"])
 def test_one_graph_serves_all_blocks_and_tokens(mixer):
-    torch._dynamo.reset()
-    model, counter = gpt(mixer).double(), CompileCounterWithBackend("aot_eager")
-    mode = streaming_mode(model)
-    expected = generated(model, mode)
-    assert compile_steps(model, counter)
-    assert generated(model, mode) == expected
-    assert counter.frame_count == 1
+    assert graphs_of(gpt(mixer).double()) == 1
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("mixer", [SOFTMAX, "fox", "lion_s"])
 def test_few_graphs_go_on_after_a_prompt_of_one_token(mixer):
-    torch._dynamo.reset()
-    model, counter = gpt(mixer).double(), CompileCounterWithBackend("aot_eager")
-    mode = streaming_mode(model)
-    expected = generated(model, mode, 36, prompts=[[7]])
-    assert compile_steps(model, counter)
-    assert generated(model, mode, 36, prompts=[[7]]) == expected  # more tokens than graphs allowed
-    assert counter.frame_count <= 3
+    assert graphs_of(gpt(mixer).double(), count=36, prompts=[[7]]) <= 3  # more tokens than graphs allowed
 
 
 @pytest.mark.compiled
 def test_one_graph_reads_sequences_that_grow():
-    torch._dynamo.reset()
-    model, counter = gpt().double(), CompileCounterWithBackend("aot_eager")
-    expected = generated(model, "attention", 10)
-    assert compile_blocks(model, counter, dynamic=True)
-    assert generated(model, "attention", 10) == expected
-    assert counter.frame_count == 1
+    grow = partial(compile_blocks, dynamic=True)
+    assert graphs_of(gpt().double(), grow, mode="attention", count=10) == 1

@@ -122,11 +122,8 @@ def test_more_splits_are_measured_and_choose_nothing(tmp_path):
             return {**super().__getitem__(index), "x": torch.full((4,), math.nan)}
 
     more = {"far": toys.Points(9, 2), "same": toys.Points(23, 1), "off": Broken(5, 3)}
-    folder, alone, both = (
-        tmp_path / "more",
-        toys.trainer(tmp_path / "alone"),
-        toys.trainer(tmp_path / "more", more=more),
-    )
+    folder = tmp_path / "more"
+    alone, both = toys.trainer(tmp_path / "alone"), toys.trainer(folder, more=more)
     assert alone.fit() and both.fit() and both.state.best == alone.state.best and both.state.best["step"] > 0
     assert {x["kind"] for x in lines(tmp_path / "alone")} == {"train", "val", "val_ema"}
     assert len({x["kind"] for x in lines(folder)}) == 3 + 2 * len(more)
