@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from lion.layers.mixers import SOFTMAX, AttentionConfig
-from lion.layers.mixers.base import set_form
 from lion.models.dit import DiT, DiTConfig, position_embedding
 from lion.models.gpt import GPTConfig
 from lion.models.vit import ViTConfig
 from tests.layers.helpers import close, refused
+from tests.models.helpers import check_forms
 
 CLASSES = ("ant", "bee", "cow")
 BLOCKS = ("adaln_zero", "pre_norm")  # time and class modulate blocks, or are tokens
@@ -80,14 +80,9 @@ def test_a_patch_comes_back_where_it_was():
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("mixer", ["lion_lit", "lion_d", "lion_s"])
-@torch.inference_mode()
 def test_forms_agree(block, mixer):
-    model = dit(mixer, (20, 14), block=block).double().eval()
     x, times, labels = asked((20, 14))
-    expected = model(x.double(), times, labels)
-    for form, size in (("chunk", 16), ("rnn", 1), ("rnn", 16)):
-        set_form(model, form, size)
-        assert (model(x.double(), times, labels) - expected).abs().max() < 1e-12
+    check_forms(dit(mixer, (20, 14), block=block).double().eval(), x.double(), times, labels)
 
 
 @torch.no_grad()

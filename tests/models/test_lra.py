@@ -9,14 +9,13 @@ from torch.nn.functional import cross_entropy, pad
 from lion.config import build
 from lion.layers.blocks.s5 import ACTIVATIONS
 from lion.layers.mixers import MIXERS as ENTRIES
-from lion.layers.mixers.base import set_form
 from lion.layers.mixers.hippo import HippoConfig
 from lion.layers.optim_factors import optim_factors
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.optim import OptimConfig, make_optimizer
 from tests.layers.helpers import close, doubles, refused
-from tests.models.helpers import adapted
+from tests.models.helpers import adapted, check_forms
 
 DIM, HEADS, VOCABULARY, LENGTH = 16, 2, 11, 40
 MIXERS = ("softmax", "lion_lit", "lion_d_hippo", "lion_s_hippo")
@@ -80,11 +79,8 @@ def test_training_normalises_by_valid_tokens_alone(mixer):
 
 @pytest.mark.parametrize("attention", [{}, {"spectrum": "legs"}, {"decay_shape": "scalar"}, {"normalize": "pre"}])
 def test_forms_agree(attention):
-    made, given = model("lion_s_hippo", attention), rows()
-    want = made(*given)
-    for form, size in (("full", None), ("chunk", 8), ("chunk", 64), ("rnn", 1), ("rnn", 16)):
-        set_form(made, form, size)
-        close(made(*given), want)
+    forms = (("full", None), ("chunk", 8), ("chunk", 64), ("rnn", 1), ("rnn", 16))
+    check_forms(model("lion_s_hippo", attention), *rows(), forms=forms)
 
 
 def test_pairs_are_encoded_by_themselves_and_compared():

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 from lion.layers.mixers import LINEAR, SOFTMAX, AttentionConfig
-from lion.layers.mixers.base import set_form
 from lion.layers.mixers.lightnet import LightNetConfig
 from lion.layers.mixers.state_space import StateSpaceConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
 from tests.layers.helpers import close, doubles, refused
-from tests.models.helpers import adapted
+from tests.models.helpers import adapted, check_forms
 
 
 def vit(mixer="lion_s", size=(8, 8), channels=3, classes=5, known=None, **settings):
@@ -53,12 +52,7 @@ MULTISCAN = [(m, {**SNAKES, "scan_merge": merge}) for m in ("lion_d", "lion_s") 
 @pytest.mark.parametrize(("mixer", "attention"), [*((m, {}) for m in WITH_CLS), *MULTISCAN])
 def test_forms_agree(mixer, attention):
     model = vit(mixer, (20, 14), attention=AttentionConfig(**attention)).double().eval()
-    images = doubles(2, 3, 20, 14)
-    with torch.inference_mode():
-        expected = model(images)
-        for form, size in (("chunk", 16), ("rnn", 1), ("rnn", 16)):
-            set_form(model, form, size)
-            assert (model(images) - expected).abs().max() < 1e-12
+    check_forms(model, doubles(2, 3, 20, 14))
 
 
 def test_readout_of_cls_sees_the_patches():
