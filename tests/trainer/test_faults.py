@@ -12,10 +12,9 @@ import time
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from lion.config import ConfigError
 from lion.samples.base import Unreadable
@@ -26,9 +25,10 @@ from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice
 from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
-from tests.helpers import ROOT, config_error, here, tiny_recipe
+from tests.helpers import ROOT, config_error, here, pictures, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import before_steps, command_after, lines, linux, logged
+from tests.trainer.test_loader import Noisy
 
 pytest.importorskip("sklearn")
 NO_SPACE = OSError(28, "No space left on device")
@@ -38,14 +38,12 @@ def no_space(*args, **kwargs):
     raise NO_SPACE
 
 
-class Shaky(Dataset):
+class Shaky(Noisy):
     """Numbers; sample 5 kills its worker while a marker file exists, and the samples in `bad` cannot be read."""
 
     def __init__(self, markers=(), bad=(), size=24):
-        self.markers, self.bad, self.size = list(markers), bad, size
-
-    def __len__(self):
-        return self.size
+        super().__init__(size)
+        self.markers, self.bad = markers, bad
 
     def __getitem__(self, index):
         for marker in self.markers:
@@ -54,7 +52,7 @@ class Shaky(Dataset):
                 os.kill(os.getpid(), signal.SIGKILL)
         if index in self.bad:
             raise Unreadable(f"file {index}.jpg (OSError: truncated)")
-        return {"index": torch.tensor(index), "draw": torch.rand(())}
+        return super().__getitem__(index)
 
 
 def stream(dataset, workers=0, faults=None):
@@ -177,13 +175,8 @@ def test_evaluation_leaves_out_what_cannot_be_read():
 @pytest.mark.process
 def test_a_corrupt_image_in_a_real_folder(tmp_path, caplog):
     root = tmp_path / "pictures"
-    for split, count in (("train", 12), ("val", 4)):
-        for label, blue in (("cat", 200), ("dog", 0)):
-            folder = root / split / label
-            folder.mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (20, 16), (i * 9, 70, blue)).save(folder / f"{i}.jpg")
-    corrupt = [root / "train/cat/3.jpg", root / "val/dog/1.jpg"]
+    pictures(root, {"train": {"cat": 12, "dog": 12}, "val": {"cat": 4, "dog": 4}})
+    corrupt = [root / "train/cat/3.png", root / "val/dog/1.png"]
     for path in corrupt:
         path.write_bytes(path.read_bytes()[:200])
     data = {"name": "imagefolder", "root": str(root), "image_size": [8, 8], "workers": 1}
