@@ -29,6 +29,7 @@ from lion.trainer.loop import Trainer
 from lion.trainer.plan import make_plan
 from lion.trainer.runtime import Runtime, seed_everything
 from tests.helpers import ended, on_a_book, refuse
+from tests.layers.helpers import close
 from tests.processes import in_processes, in_ranks
 from tests.trainer.helpers import lines, stopped_at
 from tools.evaluate import measure_forms
@@ -148,11 +149,9 @@ def mesh(group, name, folder, parallel):
     return work(group, (name,), folder, sequence=2, parallel=parallel)
 
 
-def same(got: dict[str, dict], expected: dict[str, dict], what: object) -> None:
+def same(got: dict[str, dict], expected: dict[str, dict]) -> None:
     for name in got:
-        for key, value in expected[name].items():
-            difference = (got[name][key] - value).abs().max().item()
-            assert difference < 1e-11, (what, name, key, difference)
+        close(got[name], expected[name], 1e-11, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +164,8 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.every)])
 def test_training_equals_one_process(count, alone, tmp_path):
     folder, expected = alone
-    for rank, found in enumerate(in_processes(count, work, ALL, tmp_path)):
-        same(found, expected, (count, rank))
+    for found in in_processes(count, work, ALL, tmp_path):
+        same(found, expected)
     for name in ALL:
         for mine, other in zip(lines(tmp_path / name), lines(folder / name), strict=True):
             compared = [key for key in MEASURED if other.get(key) is not None]
@@ -178,13 +177,13 @@ def test_training_equals_one_process(count, alone, tmp_path):
 def test_a_mesh_of_data_and_sequence_also_sharded(alone, tmp_path):
     for parallel, name in (("ddp", "lra"), ("fsdp", "gpt")):  # their losses draw no random numbers
         for found in in_processes(4, mesh, name, tmp_path / parallel, parallel):
-            same(found, alone[1], parallel)
+            same(found, alone[1])
 
 
 def test_a_run_resumes_in_another_number_of_processes(alone, tmp_path):
     for name, stopped, resumed in (("lra", 2, 4), ("gpt", 4, 1)):
         in_processes(stopped, stop_after_one_step, (name,), tmp_path)
-        same(in_processes(resumed, work, (name,), tmp_path)[0], alone[1], "resumed")
+        same(in_processes(resumed, work, (name,), tmp_path)[0], alone[1])
 
 
 @pytest.fixture
