@@ -161,12 +161,6 @@ def refused(pattern: str, function, *args, **settings) -> None:
     assert re.search(pattern, message), message
 
 
-def config_error(message: str, call, *given, **settings) -> None:
-    """Check that a call raises a ConfigError with this message."""
-    with pytest.raises(ConfigError, match=message):
-        call(*given, **settings)
-
-
 def here(*args) -> int:
     """Run `python -m tools ...` in this process, which saves the start-up time of a new process."""
     return commands.main([str(a) for a in args])

@@ -7,7 +7,7 @@ from PIL import Image
 
 from data.folders import DOWNLOADED
 from lion.config import merge
-from tests.helpers import config_error, here, refuse, tiny_recipe
+from tests.helpers import here, refuse, refused, tiny_recipe
 from tools import __main__ as commands
 from tools.cli import run_command
 from tools.keys import check_files, layers_of
@@ -183,7 +183,7 @@ def test_a_missing_data_set_says_what_where_and_how(tmp_path, capsys, monkeypatc
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "summary.json").touch()
     check_files(recipe, layers_of(recipe, [f"run.root={tmp_path}/runs"]))  # complete
-    config_error("no folder", check_files, recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
+    refused("no folder", check_files, recipe, layers_of(recipe, [f"run.root={tmp_path}/runs", "run.name=other"]))
 
 
 @pytest.mark.parametrize("name", DOWNLOADED)
@@ -191,9 +191,7 @@ def test_a_set_of_torchvision_is_missed_before_pytorch_is_loaded(tmp_path, name)
     recipe = tiny_recipe(tmp_path)
     own = [f"run.root={tmp_path}/runs", f"data.name={name}", f"data.root={tmp_path}"]
     for more in ([], ["data.download=false"]):
-        config_error(
-            f"no folder {tmp_path}/.+data.download=true", check_files, recipe, layers_of(recipe, [*own, *more])
-        )
+        refused(f"no folder {tmp_path}/.+data.download=true", check_files, recipe, layers_of(recipe, [*own, *more]))
     check_files(recipe, layers_of(recipe, [*own, "data.download=true"]))
     (tmp_path / DOWNLOADED[name]).mkdir(parents=True)
     check_files(recipe, layers_of(recipe, own))

@@ -5,7 +5,7 @@ import yaml
 
 from lion.config import ConfigError, build, flatten, merge, parse_overrides, setting, to_dict
 from lion.yaml_text import parse_yaml
-from tests.helpers import config_error
+from tests.helpers import refused
 
 
 @dataclass
@@ -67,9 +67,9 @@ def test_overrides_nest():
     both = {"a": {"b": "1", "c": 2}}
     assert parse_overrides(["a.b=1", "a={c: 2}"]) == parse_overrides(["a={c: 2}", "a.b=1"]) == both
     for bad in ("a", "=1", "a..b=1", "a.=1"):
-        config_error(r"expected section\.key=value", parse_overrides, [bad])
-    config_error("value and keys", parse_overrides, ["a=1", "a.b=2"])
-    config_error("value and keys", parse_overrides, ["a.b=2", "a=1"])
+        refused(r"expected section\.key=value", parse_overrides, [bad])
+    refused("value and keys", parse_overrides, ["a=1", "a.b=2"])
+    refused("value and keys", parse_overrides, ["a.b=2", "a=1"])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_whole_numbers_are_what_people_read(text, value):
 def test_values_that_are_not_numbers_are_not_converted():
     """Check texts that YAML 1.1 reads as numbers or dates (1:30 as 90, 2026-11-22 as a date)."""
     for text in ("1:30", "-1:30", "1:30.5", "2026-11-22", "0o10"):
-        config_error(f"size: expected a whole number, got '{text}'", make, parse_overrides([f"size={text}"]))
+        refused(f"size: expected a whole number, got '{text}'", make, parse_overrides([f"size={text}"]))
     for text in ("1:30", "2026-11-22", "010", "0o10"):
         out = make(parse_overrides(["size=1", f"name={text}"]))
         assert out.name == text
@@ -107,10 +107,10 @@ def test_whole_numbers_of_files_are_text_where_text_is_expected():
 
 
 def test_yaml_errors_have_a_line():
-    config_error(r"r\.yaml: line 2: key 'a' is given twice", parse_yaml, "a: 1\na: 2", source="r.yaml")
-    config_error(r"r\.yaml: line 2 not YAML", parse_yaml, "a: 1\n b: [", source="r.yaml")
-    config_error("keys must be names, got 1", parse_yaml, "1: 2", source="r.yaml")
-    config_error("not YAML", parse_yaml, "a: !!python/object/apply:os.system ['true']", source="r.yaml")
+    refused(r"r\.yaml: line 2: key 'a' is given twice", parse_yaml, "a: 1\na: 2", source="r.yaml")
+    refused(r"r\.yaml: line 2 not YAML", parse_yaml, "a: 1\n b: [", source="r.yaml")
+    refused("keys must be names, got 1", parse_yaml, "1: 2", source="r.yaml")
+    refused("not YAML", parse_yaml, "a: !!python/object/apply:os.system ['true']", source="r.yaml")
 
 
 def test_merge_and_flatten():

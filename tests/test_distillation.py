@@ -14,7 +14,7 @@ from lion.samples.images import ImageInfo
 from lion.tasks import TASKS
 from lion.tasks.base import unwrapped
 from lion.teachers import open_teacher
-from tests.helpers import config_error, here, refuse, tiny_recipe
+from tests.helpers import here, refuse, refused, tiny_recipe
 from tests.layers.helpers import close
 from tools.compose import build_data, make_task, resolve
 
@@ -96,10 +96,10 @@ def test_a_distilled_model_has_a_second_token_and_head(mixer):
 
 
 def test_settings_that_cannot_be_combined_are_refused():
-    config_error(r"set task\.teacher", model_of, "model.distilled=true")
+    refused(r"set task\.teacher", model_of, "model.distilled=true")
     with pytest.raises(ConfigError, match="sees no patch"):
         resolve("quickstart", ["model.distilled=true", "model.attention.direction=forward", "task.teacher=x"])
-    config_error(r"valid: hard, soft|did you mean", resolve, "quickstart", ["task.distillation=sof"])
+    refused(r"valid: hard, soft|did you mean", resolve, "quickstart", ["task.distillation=sof"])
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_teacher_of_other_data_is_refused(tmp_path, capsys):
     assert here("train", tiny_recipe(tmp_path, "teacher"), "--no-eval") == 0
     capsys.readouterr()
     folder = str(tmp_path / "runs" / "teacher")
-    config_error("trained on 10 other classes", open_teacher, folder, INFO)
+    refused("trained on 10 other classes", open_teacher, folder, INFO)
     info = build_data(resolve("quickstart")).info
     with pytest.raises(ConfigError, match=r"has images \(1, 8, 8\), expected \(1, 16, 8\)"):
         open_teacher(folder, ImageInfo((16, 8), 1, info.classes, mean=info.mean, std=info.std))
@@ -151,11 +151,11 @@ def test_teachers_of_timm(tmp_path):
     assert teacher(torch.rand(2, 1, 32, 32)).shape == (2, 3)
     gone = f"timm:resnet10t:{tmp_path / 'gone.pth'}"
     for name in ("timm:resnet10z", gone, "timm:resnet10t"):  # unknown, missing, no network
-        config_error(r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)", open_teacher, name, INFO)
+        refused(r"task.teacher: 'timm:.*' (cannot be loaded|has 1000 classes)", open_teacher, name, INFO)
     made = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1)
     torch.save(made.state_dict(), tmp_path / "v.pth")
     name = f"timm:vit_tiny_patch16_224:{tmp_path / 'v.pth'}"
-    config_error(r"does not take images \(1, 8, 8\) \(Input height \(8\) doesn't match", open_teacher, name, INFO)
+    refused(r"does not take images \(1, 8, 8\) \(Input height \(8\) doesn't match", open_teacher, name, INFO)
 
 
 def test_the_mean_excludes_the_distillation_token():

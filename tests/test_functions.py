@@ -15,7 +15,7 @@ from lion.distribution import clone_folder
 from lion.models.base import ImageClassifier
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
-from tests.helpers import config_error
+from tests.helpers import refused
 
 SHORT = {"steps": 3, "epochs": None, "eval_every": 3, "save_every": 3, "batch_size": 8, "compile": False}
 
@@ -114,7 +114,7 @@ def relabelled(samples) -> list:
 )
 def test_data_that_the_task_cannot_read_are_refused(change, message, tmp_path):
     splits = own_splits()
-    config_error(message, lion.train, "quickstart", splits=splits._replace(train=change(splits.train)), trainer=SHORT)
+    refused(message, lion.train, "quickstart", splits=splits._replace(train=change(splits.train)), trainer=SHORT)
     assert not (tmp_path / "runs").exists()
 
 
@@ -125,7 +125,7 @@ def test_what_is_no_data_and_no_model_is_refused():
         ({"splits": splits._replace(val=[])}, "splits.val: no samples"),
         ({"splits": splits, "model": nn.Linear(3, 3)}, "model: expected a lion.models.base.Model, got Linear"),
     ):
-        config_error(message, train, **settings)
+        refused(message, train, **settings)
 
 
 def test_a_model_and_a_recipe_of_the_caller():
@@ -138,7 +138,7 @@ def test_a_model_and_a_recipe_of_the_caller():
     assert run.model is model and not model.training and not torch.equal(model.head.weight, before)
     assert run.folder.name == "pixels" and run.recipe.run.name == "pixels"
     stored = lion.open_run  # the recipe's model is another one
-    config_error("does not match its recipe", stored, "pixels")
+    refused("does not match its recipe", stored, "pixels")
 
 
 def test_modules_of_the_program_are_not_taken_for_ours(monkeypatch, tmp_path):
@@ -160,4 +160,4 @@ def test_bad_input_is_named():
         (lambda: lion.train(3), "recipe: expected a name, a file or a Recipe, got int"),
         (lambda: lion.evaluate("nothing"), "run 'nothing': no recipe.yaml"),
     ):
-        config_error(re.escape(message), call)
+        refused(re.escape(message), call)

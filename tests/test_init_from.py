@@ -10,7 +10,7 @@ from lion import runs
 from lion.config import ConfigError
 from lion.models import Model
 from lion.runs import init_from
-from tests.helpers import config_error
+from tests.helpers import refused
 from tests.trainer import toys
 
 
@@ -61,9 +61,7 @@ def test_data_may_rule_a_run_out(stored):
     stored(Net, "b2")
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    config_error(
-        r"^init_from: there is of another code: it was 'b2', and is 'a1' now$", init_from, net, "there", Coded()
-    )
+    refused(r"^init_from: there is of another code: it was 'b2', and is 'a1' now$", init_from, net, "there", Coded())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     init_from(net, "there", Coded(code="b2"))
 

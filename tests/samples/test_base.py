@@ -8,7 +8,7 @@ import pytest
 from lion.config import ConfigError
 from lion.samples.base import Info
 from lion.samples.images import ImageInfo, numbered
-from tests.helpers import config_error
+from tests.helpers import refused
 
 INFO = ImageInfo((8, 4), 1, ("cat", "dog"), (0.5,), (0.25,))
 
@@ -30,13 +30,13 @@ def test_info_survives_plain_data():
     ],
 )
 def test_images_of_other_shapes_or_labels_are_others(then, what):
-    config_error(f"^it was trained on other data: {what}", INFO.check_same, "it", replace(INFO, **then).to_dict())
-    config_error("size was None", INFO.check_same, "it", {})
+    refused(f"^it was trained on other data: {what}", INFO.check_same, "it", replace(INFO, **then).to_dict())
+    refused("size was None", INFO.check_same, "it", {})
 
 
 def test_numbered_classes_may_be_any():
     INFO.check_same("it", replace(INFO, classes=numbered(2)).to_dict())
-    config_error(
+    refused(
         "class 0 was 'cat', and is 'class 0' now", replace(INFO, classes=numbered(2)).check_same, "it", INFO.to_dict()
     )
 
@@ -68,6 +68,6 @@ def test_a_kind_of_data_has_its_own_rule():
     then = Tokens("a1", 128).to_dict()
     assert Tokens.from_dict(then) == Tokens("a1", 128)
     Tokens("a1", 512).check_same("it", then)
-    config_error(
+    refused(
         "it was trained on other data: tokenizer was 'a1', and is 'b2' now", Tokens("b2", 128).check_same, "it", then
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lion.models.gpt import GPT, GPTConfig
 from lion.samples.text import TextInfo
 from lion.tasks.causal_lm import CausalLM, CausalLMConfig
-from tests.helpers import config_error
+from tests.helpers import refused
 from tests.layers.helpers import close
 
 INFO = TextInfo(vocabulary=7, length=9, tokenizer="characters", fingerprint="f")
@@ -85,6 +85,4 @@ def test_the_example_is_a_batch():
 
 
 def test_nothing_to_predict():
-    config_error(
-        "sequences of 1 token leave nothing to predict", task(length=1).build_model, GPTConfig("lion_s", 12, 1, 2)
-    )
+    refused("sequences of 1 token leave nothing to predict", task(length=1).build_model, GPTConfig("lion_s", 12, 1, 2))

@@ -19,7 +19,7 @@ from lion.samples.seeds import derive
 from lion.samples.text import TextInfo
 from lion.tasks.masked_lm import MaskedLM, MaskedLMConfig
 from lion.trainer.runtime import seed_everything
-from tests.helpers import config_error
+from tests.helpers import refused
 from tests.layers.helpers import close
 from tests.tasks.helpers import fit, measured, rows_of, stacked
 
@@ -227,8 +227,8 @@ def test_examples_are_padded_rows_and_need_no_memory():
 def test_bad_settings_are_refused():
     with pytest.raises(ConfigError, match=r"task.masked: with random=0.4, expected at most 0.6, got 0.8"):
         build(MaskedLMConfig, {"random": 0.4}, source=lambda key: "recipe", key="task")
-    config_error("tokenizer 'toy' has no token 'mask', it has pad", task, TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
-    config_error(
+    refused("tokenizer 'toy' has no token 'mask', it has pad", task, TextInfo(30, 20, "toy", "f" * 64, {"pad": 0}))
+    refused(
         r"data.length: 20 tokens, but model.max_positions allows only 16",
         task().build_model,
         BertConfig(SOFTMAX, 12, 1, 3, max_positions=16),

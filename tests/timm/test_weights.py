@@ -11,7 +11,7 @@ import lion
 from lion.layers.mixers import MIXERS
 from lion.models.vit import ViTConfig
 from lion.runs import open_run
-from tests.helpers import ROOT, config_error, here, on_a_book, refuse, state_of, tiny_recipe
+from tests.helpers import ROOT, here, on_a_book, refuse, refused, state_of, tiny_recipe
 from tests.layers.helpers import close
 from tests.timm.test_vision_transformer import made, randomise
 
@@ -140,14 +140,12 @@ def test_weights_that_do_not_fit_a_recipe_are_refused(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_runs_without_a_place_in_timm_are_refused(tmp_path):
-    config_error(r"run 'nowhere': no recipe.yaml in nowhere or", room.from_run, "nowhere")
+    refused(r"run 'nowhere': no recipe.yaml in nowhere or", room.from_run, "nowhere")
     pytest.importorskip("sklearn")
     changes = {"model": {"attention": {"direction": "alternating"}}, "trainer": {"steps": 1, "eval_every": 1}}
     assert here("train", tiny_recipe(tmp_path, **changes), "--no-eval") == 0
-    config_error(
+    refused(
         r"runs/tiny: model.attention.direction: timm's VisionTransformer has no", room.from_run, tmp_path / "runs/tiny"
     )
     assert here("train", "gpt2_tiny_lion_s", "--no-eval", *on_a_book(tmp_path)) == 0
-    config_error(
-        "gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'", room.from_run, tmp_path / "runs/gpt2_tiny_lion_s"
-    )
+    refused("gpt2_tiny_lion_s: a run of model 'gpt', expected 'vit'", room.from_run, tmp_path / "runs/gpt2_tiny_lion_s")

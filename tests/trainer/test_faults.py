@@ -25,7 +25,7 @@ from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice
 from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
-from tests.helpers import ROOT, config_error, here, pictures, tiny_recipe
+from tests.helpers import ROOT, here, pictures, refused, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import before_steps, command_after, lines, linux, logged
 from tests.trainer.test_loader import Noisy
@@ -387,7 +387,7 @@ def test_disk_need_is_checked_at_the_start(tmp_path, monkeypatch):
         assert part in str(error.value)
     check_space(tmp_path / "run", 1000, 100, keep=2)
     monkeypatch.setattr("os.access", lambda place, mode: False)  # this process may be root's, who can write anywhere
-    config_error(r"^run\.root: .* cannot be written to$", check_space, tmp_path / "run", 1000, 100, keep=2)
+    refused(r"^run\.root: .* cannot be written to$", check_space, tmp_path / "run", 1000, 100, keep=2)
 
 
 def test_memory_advice_names_a_micro_batch_that_fits_the_batch():

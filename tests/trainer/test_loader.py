@@ -6,7 +6,7 @@ from lion.samples.base import DeviceDataset
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.seeds import uniform
 from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches, steps_per_epoch
-from tests.helpers import config_error
+from tests.helpers import refused
 
 ORDER = Shuffled()
 
@@ -47,7 +47,7 @@ def test_an_epoch_sees_every_sample_once_and_epochs_and_their_draws_differ():
 
 def test_the_ragged_end_is_dropped():
     assert steps_per_epoch(23, 8) == 2
-    config_error("64 is more than the 23 training samples, nearest: 23", steps_per_epoch, 23, 64)
+    refused("64 is more than the 23 training samples, nearest: 23", steps_per_epoch, 23, 64)
 
 
 @pytest.mark.parametrize("order", [Shuffled(), Shuffled(3), Drawn()], ids=str)

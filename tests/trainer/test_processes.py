@@ -14,7 +14,7 @@ from lion.config import to_dict
 from lion.runs import open_run
 from lion.trainer.checkpoint_files import newest, steps_of
 from lion.trainer.compilation import missing_compiler
-from tests.helpers import config_error, ended, refuse, state_of, tiny_recipe
+from tests.helpers import ended, refuse, refused, state_of, tiny_recipe
 from tests.processes import CONTEXT, Command, as_rank, free_port, in_ranks, run_in
 from tests.trainer.helpers import assert_close, differing, lines, linux, train, wait_for
 from tools import checks, consolidate
@@ -115,23 +115,21 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
     words = [str(path), "seed=2", *machines]
     assert tools_train.main(words) == 0
     assert calls.pop() == (Machines(2, 4, "127.0.0.1:1", 3), words)
-    config_error("--fresh: every restart would start anew", tools_train.main, [str(path), "--fresh", *machines])
-    config_error(
+    refused("--fresh: every restart would start anew", tools_train.main, [str(path), "--fresh", *machines])
+    refused(
         r"trainer\.device: 'cuda:77' is not available",
         tools_train.main,
         [str(path), "--processes", "2", "trainer.device=cuda:77"],
     )
     (folder / "recipe.yaml").write_text(yaml.safe_dump(to_dict(resolve(path, ["seed=1"]))))
-    config_error(
+    refused(
         "holds a run of another recipe, differing in seed: 1 -> 0", tools_train.main, [str(path), "--processes", "2"]
     )
     assert len(calls) == 1
     shutil.copytree(folder, tmp_path / "renamed")
     (tmp_path / "renamed" / "checkpoints").mkdir(exist_ok=True)
     moved = str(tmp_path / "renamed" / "recipe.yaml")
-    config_error(
-        r"the run was renamed or moved, it was .*; add run.root=.* run.name=renamed", tools_train.main, [moved]
-    )
+    refused(r"the run was renamed or moved, it was .*; add run.root=.* run.name=renamed", tools_train.main, [moved])
     tools_train.main([moved, "run.name=renamed", f"run.root={tmp_path}", "--processes", "2"])
     assert len(calls) == 2
     seeds = {tools_train.seed_of(rank, seed) for rank in range(3) for seed in range(3)}
@@ -149,7 +147,7 @@ def test_the_options_of_torchrun():
     for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
         refused.append((Machines(2, 4, head), f"--head: expected HOST:PORT .*, got '{head}'"))
     for machines, message in refused:
-        config_error(message, machines.options)
+        refused(message, machines.options)
 
 
 def test_what_all_processes_refuse_is_said_once_and_the_run_ends_for_any_launcher(tmp_path):
@@ -214,7 +212,7 @@ def test_sharded_runs_resume_anywhere_and_consolidate(tmp_path, capsys):
     train(path, runs / "alone")
     train(path, runs / "one")
 
-    config_error(r"is sharded: \./run\.sh consolidate", open_run, runs / "sharded", checkpoint="last")
+    refused(r"is sharded: \./run\.sh consolidate", open_run, runs / "sharded", checkpoint="last")
     for name in ("sharded", "again"):
         assert consolidate.main([str(runs / name)]) == 0 and "step 8" in capsys.readouterr().out
         assert set(os.listdir(newest(runs / name, "last").path)) == {"consolidated.pt", "manifest.json"}

@@ -29,7 +29,7 @@ from lion.trainer.checkpoint_files import (
 from lion.trainer.faults import FaultsConfig, RunError
 from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
-from tests.helpers import config_error, state_of, tiny_recipe
+from tests.helpers import refused, state_of, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import differing, events_of, lines, logged, same, stopped_at, train, trainer
 from tools.compose import resolve
@@ -199,7 +199,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(path, whole, run, t
         shutil.rmtree(checkpoint(copy, step))
     before = steps_of(copy, "last")
     message = r"no 'last' checkpoint can be used \(.*last-100: state.pt: .* 'next' is missing\); training with --f"
-    config_error(message, train, path, copy)
+    refused(message, train, path, copy)
     assert steps_of(copy, "last") == before
 
 

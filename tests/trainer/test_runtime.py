@@ -25,7 +25,7 @@ from lion.trainer.compilation import (
     save_compiled,
 )
 from lion.trainer.runtime import check_device, random_state, restore_random_state, seed_everything, start_runtime
-from tests.helpers import config_error
+from tests.helpers import refused
 
 
 def test_random_states_survive_a_checkpoint(tmp_path):
@@ -52,8 +52,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 def test_checkpoints_cannot_run_code(tmp_path):
     torch.save({"x": pytest.raises}, tmp_path / "x.pt")
-    config_error("not a readable checkpoint", load_state, tmp_path / "x.pt")
-    config_error("no such checkpoint", load_state, tmp_path / "y.pt")
+    refused("not a readable checkpoint", load_state, tmp_path / "x.pt")
+    refused("no such checkpoint", load_state, tmp_path / "y.pt")
 
 
 def test_a_cpu_that_emulates_bf16_is_named(monkeypatch):
@@ -87,17 +87,17 @@ def test_every_process_uses_a_gpu_of_its_own(monkeypatch):
     assert check_device("auto", 4) == torch.device("cuda:0")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    config_error(r"'cuda:1' does not work: CUDA error: out of memory$", check_device, "cuda", 2)
+    refused(r"'cuda:1' does not work: CUDA error: out of memory$", check_device, "cuda", 2)
     assert used == [torch.device("cuda:0"), torch.device("cuda:1")]
     monkeypatch.setattr(runtime.dist, "is_initialized", lambda: False)  # it launches others
     assert check_device("cuda", 2).type == "cuda" and len(used) == 2
     for device, world in (("cuda:1", 2), ("cuda", 3)):
-        config_error(f"'{device}' cannot give {world} processes one GPU each, 2 are", check_device, device, world)
+        refused(f"'{device}' cannot give {world} processes one GPU each, 2 are", check_device, device, world)
     assert check_device("cpu", 3) == torch.device("cpu")
-    config_error(r"'cuda:2' is not available here, use one of cuda, cpu", check_device, "cuda:2")
+    refused(r"'cuda:2' is not available here, use one of cuda, cpu", check_device, "cuda:2")
     monkeypatch.undo()
     for device in ("cuda:99", "cpu:3", "nonsense"):
-        config_error(rf"trainer\.device: '{device}' is not available here, use one of", start_runtime, device)
+        refused(rf"trainer\.device: '{device}' is not available here, use one of", start_runtime, device)
 
 
 def model(mixer, **settings):
