@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lion.config import ConfigError
-from lion.files import digest
+from lion.files import digest, read_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -47,7 +47,7 @@ def open_manifest(
         ConfigError: A file is missing or truncated (the message calls it `what`), or the format is another one.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST)
         if manifest["format"] != FORMAT:
             raise ConfigError(f"{folder}: format {manifest['format']}, this version reads {FORMAT}; {again(folder)}")
         wanted = files(manifest)

@@ -29,6 +29,10 @@ def write_atomic(path: Path, write: Callable[[BinaryIO], object]) -> None:
     sync(path.parent)
 
 
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def save_json(path: Path, values: Any) -> None:
     save_text(path, json.dumps(values, indent=2) + "\n")
 

@@ -179,10 +179,6 @@ def trained(recipe: Path, *args) -> Path:
     return recipe.parent / "runs" / recipe.stem
 
 
-def read_json(path: Path):
-    return json.loads(path.read_text())
-
-
 def read_lines(path: Path) -> list:
     """Return what stands in a file of JSON lines."""
     return list(map(json.loads, path.read_text().splitlines()))

@@ -20,7 +20,6 @@ jackknife over the first set. --keep stores the generated images, and reuses the
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from lion.evaluation.distances import (
     precision_recall,
     radii,
 )
-from lion.files import keep_aside, save_json
+from lion.files import keep_aside, read_json, save_json
 from lion.progress import progress
 from lion.recipe_files import RECIPE
 from lion.runs import LoadedRun, open_run
@@ -275,7 +274,7 @@ def has_other(path: Path, about: dict[str, Any]) -> bool:
         return found + [held["rows"][0][key] for key in COUNTS]
 
     try:
-        return path.exists() and settings(json.loads(path.read_text())) != settings(about)
+        return path.exists() and settings(read_json(path)) != settings(about)
     except (ValueError, LookupError, TypeError, AttributeError):
         return True
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lion.config import ConfigError
+from lion.files import read_json
 from lion.recipe import Recipe
 from lion.recipe_files import SUMMARY, find_run
 from lion.runs import ENVIRONMENT, build_on_meta, count_parameters, read_run
@@ -93,7 +94,7 @@ def load(name: str) -> Run:
             kind = line["kind"]
             if kind.startswith("val_") and not kind.endswith("_ema") and line["step"] == best["step"]:
                 more[kind.removeprefix("val_")] = {each.name: line[each.name] for each in task.metrics}
-        environment = dict(json.loads((folder / ENVIRONMENT).read_text()))
+        environment = dict(read_json(folder / ENVIRONMENT))
         test, remark = read_summary(folder / SUMMARY)
         if remark is None:
             remark = task.remark(best)
@@ -131,7 +132,7 @@ def read_summary(path: Path) -> tuple[float | None, str | None]:
     """Return the test metric and the remark of the evaluation of a run: None without one, "" without a remark."""
     if not path.exists():
         return None, None
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     test = None
     if summary["split"] == "test" and summary["value"] is not None:
         test = float(summary["value"])

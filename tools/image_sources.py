@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import zipfile
 import zlib
@@ -21,7 +20,7 @@ from data.base import walk
 from data.vision.images import open_or_explain
 from data.vision.sources import Images, is_picture
 from lion.config import ConfigError
-from lion.files import save_json, write_atomic
+from lion.files import read_json, save_json, write_atomic
 from lion.recipe import Recipe
 from lion.recipe_files import find_run
 from lion.runs import LoadedRun, open_folder
@@ -263,7 +262,7 @@ class SampleCache:
         path = folder / MANIFEST
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            there = json.loads(path.read_text()) if path.exists() else None
+            there = read_json(path) if path.exists() else None
         except (OSError, ValueError):
             raise ConfigError(f"--keep: {folder} is not a folder of samples") from None
         if there is None and any(folder.iterdir()):

@@ -15,7 +15,7 @@ from typing import Any, Self
 from PIL import Image
 
 from lion.config import ConfigError
-from lion.files import save_text, write_atomic
+from lion.files import read_json, save_text, write_atomic
 
 SCHEMA = 1
 Row = dict[str, Any]
@@ -64,7 +64,7 @@ class Store:
         if fresh or not self.path.exists():
             return self
         try:
-            held = json.loads(self.path.read_text())
+            held = read_json(self.path)
             if held["schema"] != SCHEMA:
                 raise ConfigError(f"{self.path}: schema {held['schema']}, expected {SCHEMA}; delete it to start over")
             self.tables = {name: {self.key_of(row, name): row for row in held[name]} for name in self.keys}

@@ -24,7 +24,7 @@ from torch import nn
 from data.base import DataSet
 from lion.config import ConfigError, flatten, to_dict
 from lion.evaluation.run import evaluate_run
-from lion.files import keep_aside, save_json, save_text
+from lion.files import keep_aside, read_json, save_json, save_text
 from lion.models.base import Model
 from lion.recipe import Recipe, differences, dump_recipe, free_keys, load_recipe
 from lion.recipe_files import RECIPE, SUMMARY
@@ -149,7 +149,7 @@ def command_of(path: str, overrides: list[str], recipe: Recipe, begun: Path | No
     """
     if begun is not None:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            return str(json.loads((begun / ENVIRONMENT).read_text())["command"])
+            return str(read_json(begun / ENVIRONMENT)["command"])
     file = Path(path)
     name = file.stem
     if file.name == RECIPE:
@@ -570,7 +570,7 @@ def write_summary(folder: Path, results: list[dict[str, Any]]) -> None:
 def print_summary(recipe: Recipe) -> None:
     folder = recipe.folder
     metric = metric_of(recipe)
-    summary = json.loads((folder / SUMMARY).read_text())
+    summary = read_json(folder / SUMMARY)
     rows = [row | {"form": name.split("_")[0]} for name, row in summary["forms"].items()]
     print(f"\n{evaluate.as_table(rows, metric)}\n")
     value = f"{summary['split']} {metric.title} {metric.text(summary['value'])}"

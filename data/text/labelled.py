@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import math
 import re
@@ -31,7 +30,7 @@ from data.text.tables import DIALECTS, MISSING, kinds_of, number_in
 from data.text.tokenizers import BUILT_IN, Tokenizer, local_files, make_tokenizer, open_tokenizer
 from data.vision.sources import split_indices
 from lion.config import ConfigError, nearest, setting
-from lion.files import save_json
+from lion.files import read_json, save_json
 from lion.samples.base import Splits
 from lion.samples.text import LabelledTextInfo
 
@@ -114,7 +113,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         super().restore(folder, settings)
         if settings.get("text_columns") == self.config.text_columns:
             with contextlib.suppress(OSError, ValueError, TypeError):  # a run is used where its data may not be
-                self.kept_columns = tuple(json.loads((folder / COLUMNS).read_text()))
+                self.kept_columns = tuple(read_json(folder / COLUMNS))
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

@@ -16,6 +16,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from data.folders import data_root, looks_like_path, user_path
 from data.hub import configure_hub
 from lion.config import ConfigError, nearest
+from lion.files import read_json
 
 BUILT_IN = ("bytes", "characters", "wordpiece", "bpe")  # no files; all except `bytes` are made from the training text
 NAMES = {  # names of the special tokens
@@ -212,7 +213,7 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
     try:
         if file.suffix == ".txt":
             rules = file.with_name("tokenizer_config.json")  # written by transformers
-            cased = rules.is_file() and json.loads(rules.read_text()).get("do_lower_case") is False
+            cased = rules.is_file() and read_json(rules).get("do_lower_case") is False
             inner = wordpiece(models.WordPiece.from_file(str(file), unk_token="[UNK]"), cased)
             if inner.token_to_id("[UNK]") is None:
                 raise ValueError("not a WordPiece vocabulary, it has no line [UNK]")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset
 from data.base import DataConfig, DataSet
 from data.folders import PLACED, find_root
 from lion.config import ConfigError, setting
+from lion.files import read_json
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo, numbered
 
@@ -43,7 +43,7 @@ class Latents(DataSet):
     def build(self) -> Splits:
         root = find_root("latents", self.config.root)
         try:
-            held = json.loads((root / MANIFEST).read_text())
+            held = read_json(root / MANIFEST)
             scale, classes = float(held["scale"]), tuple(map(str, held["classes"]))
             if not 0 < scale < math.inf or not isinstance(held["classes"], list):
                 raise ValueError("no scale above 0, or no list of classes")

@@ -9,7 +9,6 @@ validation split.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves
 
 from lion.config import ConfigError
-from lion.files import digest, save_json, sync
+from lion.files import digest, read_json, save_json, sync
 from lion.trainer.faults import full_disk, out_of_memory
 
 log = logging.getLogger("lion")
@@ -103,7 +102,7 @@ def verified(step: int, folder: Path) -> Checkpoint:
         UnusableCheckpoint: The manifest is unreadable, or a file is missing or changed.
     """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = read_json(folder / MANIFEST)
         state = STATE
         if CONSOLIDATED in manifest["files"]:
             state = CONSOLIDATED

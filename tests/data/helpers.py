@@ -5,7 +5,7 @@ from pathlib import Path
 
 import data
 from lion.config import build
-from tests.helpers import read_json
+from lion.files import read_json
 
 GONE = object()
 

@@ -29,9 +29,10 @@ from data.text.layouts import Packed
 from data.text.prepare import load_or_make_tokenizer
 from data.text.store import Tokens, Writer, id_type
 from data.text.tokenizers import Tokenizer, make_tokenizer, open_tokenizer
+from lion.files import read_json
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
-from tests.helpers import ROOT, assert_equal, here, printed, read_json, refusal, refuse, refused, trained
+from tests.helpers import ROOT, assert_equal, here, printed, refusal, refuse, refused, trained
 from tests.processes import CONTEXT, in_processes
 from tools import compose
 from tools.compose import resolve

@@ -14,8 +14,9 @@ from argparse import Namespace
 import pytest
 import torch
 
+from lion.files import read_json
 from lion.ops import linear_attention
-from tests.helpers import ROOT, assert_in, column, here, read_json, refuse, refused
+from tests.helpers import ROOT, assert_in, column, here, refuse, refused
 from tests.processes import CONTEXT
 from tests.tools.queues import Forked
 from tools import probe, processes

@@ -5,9 +5,10 @@ from argparse import Namespace
 import pytest
 import torch
 
+from lion.files import read_json
 from lion.inference.text import Continuation
 from lion.layers.mixers import SOFTMAX
-from tests.helpers import here, read_json, refuse
+from tests.helpers import here, refuse
 from tools.bench import engine, generate
 
 

@@ -9,10 +9,11 @@ import yaml
 from PIL import Image
 from torchvision.transforms import v2
 
+from lion.files import read_json
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, Attention, LionAttention
 from lion.runs import open_run
-from tests.helpers import assert_equal, assert_in, column, here, read_json, refuse, tiny_recipe, trained
+from tests.helpers import assert_equal, assert_in, column, here, refuse, tiny_recipe, trained
 from tools import probe
 from tools.bench import inference
 from tools.bench.blockwise import mix_blockwise

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lion.files import read_json
 from lion.layers.mixers import Attention
-from tests.helpers import ROOT, assert_in, column, here, printed, read_json, refuse, refused
+from tests.helpers import ROOT, assert_in, column, here, printed, refuse, refused
 from tools.bench import train
 from tools.bench.engine import job_of
 from tools.bench.plain import PLAIN, PlainGPT, plain_step

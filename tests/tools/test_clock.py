@@ -5,7 +5,8 @@ import fcntl
 import pytest
 import torch
 
-from tests.helpers import read_json, refuse
+from lion.files import read_json
+from tests.helpers import refuse
 from tools.bench import clock, gpu
 from tools.gpu.cost import fused_softmax
 from tools.gpu.targets import TARGETS

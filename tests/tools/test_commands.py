@@ -24,6 +24,7 @@ from data.vision.digits import INFO, Digits
 from data.vision.imagefolder import ImageFolder
 from lion.config import ConfigError
 from lion.evaluation.forms import forms_to_measure
+from lion.files import read_json
 from lion.inference.text import MODES
 from lion.ops import FORMS
 from lion.trainer.checkpoint_files import load_state
@@ -38,7 +39,6 @@ from tests.helpers import (
     here,
     pictures,
     printed,
-    read_json,
     read_lines,
     refuse,
     refused,

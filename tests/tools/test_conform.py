@@ -6,8 +6,9 @@ import re
 import pytest
 from torch import nn
 
+from lion.files import read_json
 from lion.layers.mixers import MIXERS, LionAttention
-from tests.helpers import ROOT, column, here, printed, read_json, refuse
+from tests.helpers import ROOT, column, here, printed, refuse
 from tests.tools.conform_layers import FAULTS, Attention, BorderLeak, CompileFault, FirstRow, Streaming
 from tools.conform.subject import Subject, adapt_mixer, adapt_plain
 from tools.conform.suite import ABSENT, CHECKS, COMPILE, FAILS, HOLDS, examine

@@ -11,9 +11,10 @@ from PIL import Image
 from torch import nn
 
 import lion
+from lion.files import read_json
 from lion.runs import init_from, open_run
 from lion.tasks.image_classification import LOSS, TOP1, ImageClassification
-from tests.helpers import ROOT, here, printed, read_json, refuse, state_of
+from tests.helpers import ROOT, here, printed, refuse, state_of
 from tests.layers.oracle_parts import elu1, shifted
 from tests.ops.helpers import oracle_mask
 from tools import convert as converting

@@ -13,9 +13,10 @@ import torch
 
 import lion
 from data.text.tokenizers import make_tokenizer, open_tokenizer
+from lion.files import read_json
 from lion.models.bert import Bert, BertConfig
 from lion.runs import init_from, open_run
-from tests.helpers import assert_equal, here, printed, read_json, refuse, state_of
+from tests.helpers import assert_equal, here, printed, refuse, state_of
 from tests.tools.untrained import untrained
 from tools.compose import resolve
 from tools.convert.bert import BertConverter

@@ -8,10 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from lion.files import read_json
 from lion.runs import open_run
 from lion.tasks.diffusion import Diffusion
 from lion.trainer.runtime import Runtime
-from tests.helpers import column, pictures, printed, read_json, refuse, tiny_recipe, trained
+from tests.helpers import column, pictures, printed, refuse, tiny_recipe, trained
 from tests.tools.test_sample import changed, diffusion_recipe
 from tools.compose import build_data, resolve
 from tools.distance import ClassifierFeatures

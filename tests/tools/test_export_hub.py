@@ -18,13 +18,14 @@ import transformers
 import lion
 from data.text.tokenizers import make_tokenizer
 from data.vision.digits import INFO, Digits
+from lion.files import read_json
 from lion.runs import open_run
 from lion.samples.images import ImageInfo
 from lion.samples.labels import TokenLabelsInfo
 from lion.samples.sequences import SequenceInfo
 from lion.samples.text import LabelledTextInfo
 from lion.transformers import LionForCausalLM
-from tests.helpers import assert_equal, assert_in, here, printed, read_json, refuse, refused, state_of, tiny_recipe
+from tests.helpers import assert_equal, assert_in, here, printed, refuse, refused, state_of, tiny_recipe
 from tests.tools.untrained import text_info, untrained
 from tools.compose import describe_data, make_task, resolve
 from tools.export.hub import image_processor

@@ -18,9 +18,10 @@ import yaml
 
 from data.text.glue import TASKS
 from lion.config import ConfigError, to_dict
+from lion.files import read_json
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import init_from, lock_run, open_run
-from tests.helpers import assert_in, glue_folder, here, printed, read_json, read_lines, refuse, trained
+from tests.helpers import assert_in, glue_folder, here, printed, read_lines, refuse, trained
 from tests.tools.queues import Forked, command_here
 from tools import __main__ as commands
 from tools import jobs as queue

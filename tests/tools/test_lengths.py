@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lion.files import read_json
 from lion.runs import open_run
 from lion.samples.seeds import derive
-from tests.helpers import column, here, printed, read_json, refused, trained
+from tests.helpers import column, here, printed, refused, trained
 from tools import lengths
 from tools.lengths import HeldOut, Windows
 

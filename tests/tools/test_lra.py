@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.helpers import here, printed, read_json, refuse
+from lion.files import read_json
+from tests.helpers import here, printed, refuse
 
 SHRINK = """
 model.dim=8 model.depth=1 model.num_heads=2

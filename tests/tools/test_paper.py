@@ -15,7 +15,8 @@ import yaml
 from scipy import stats
 
 from lion.config import build, changed
-from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, read_json, refuse, refused, tiny_recipe
+from lion.files import read_json
+from tests.helpers import ROOT, TINY, assert_in, glue_folder, here, refuse, refused, tiny_recipe
 from tests.tools.queues import command_here
 from tools import claims, jobs, paper
 from tools import statistics as ours

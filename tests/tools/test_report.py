@@ -10,10 +10,11 @@ import statistics
 import pytest
 
 import data
+from lion.files import read_json
 from lion.samples.labels import TokenLabelsInfo
 from lion.tasks import TASKS
 from lion.tasks.metrics import MetricOfMeans
-from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, refused, tiny_recipe, trained
+from tests.helpers import assert_in, column, here, printed, read_lines, refuse, refused, tiny_recipe, trained
 from tools.claims import CLAIM, INCOMPLETE, QUESTION, verdicts
 from tools.compose import resolve
 from tools.finished import load

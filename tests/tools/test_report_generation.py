@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.helpers import assert_in, here, read_json, refuse, tiny_recipe, trained
+from lion.files import read_json
+from tests.helpers import assert_in, here, refuse, tiny_recipe, trained
 from tests.tools.test_sample import diffusion_recipe
 from tools.finished import load
 from tools.options import FIGURES

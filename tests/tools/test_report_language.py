@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from tests.helpers import assert_in, column, here, printed, read_json, read_lines, refuse, refused, tiny_recipe, trained
+from lion.files import read_json
+from tests.helpers import assert_in, column, here, printed, read_lines, refuse, refused, tiny_recipe, trained
 from tools.compose import open_data
 from tools.finished import load
 from tools.glue.scores import scores_table

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from tests.helpers import ROOT, column, read_json, refused
+from lion.files import read_json
+from tests.helpers import ROOT, column, refused
 from tools.bench.clock import ClockReport
 from tools.bench.generate import GenerateReport
 from tools.bench.gpu import GpuReport

@@ -139,14 +139,14 @@ def test_the_launcher_builds_nothing(tmp_path, monkeypatch):
 def test_the_options_of_torchrun():
     options = "--nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:1 --nproc-per-node=2 --max-restarts=3"
     assert Machines(2, 4, "127.0.0.1:1", 3).options() == options.split()
-    refused = [
+    cases = [
         (Machines(2, head="127.0.0.1:1"), "--head: one machine needs none"),
         (Machines(2, 4), "--nodes: several machines need --head HOST:PORT"),
         (Machines(2, 4, "no.such.invalid:29500"), r"--head: host 'no\.such\.invalid' is not known here"),
     ]
     for head in ("node1", "node1:", ":29500", "node1:port", "node1:70000"):
-        refused.append((Machines(2, 4, head), f"--head: expected HOST:PORT .*, got '{head}'"))
-    for machines, message in refused:
+        cases.append((Machines(2, 4, head), f"--head: expected HOST:PORT .*, got '{head}'"))
+    for machines, message in cases:
         refused(message, machines.options)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import zipfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lion.config import ConfigError
-from lion.files import digest
+from lion.files import digest, read_json
 from lion.trainer.checkpoint_files import load_state
 from tools.processes import first_line
 
@@ -70,7 +69,7 @@ def read_checkpoint(path: Path, ema: bool) -> CheckpointContents:
     elif ema:
         raise ConfigError(f"{path}: --ema: a checkpoint of transformers holds no averaged weights")
     elif path.is_dir() or file.with_name(CONFIG).exists():
-        said = read_json(file.with_name(CONFIG))
+        said = json_object(file.with_name(CONFIG))
     plain = {plain_name(str(name)): value for name, value in weights.items()}
     return CheckpointContents(path, plain, said, {each.name: digest(each) for each in files})
 
@@ -106,7 +105,7 @@ def safetensors(path: Path) -> Any:
 
 def shards(index: Path) -> list[Path]:
     """Return the files of weights that an index lists."""
-    held = read_json(index).get("weight_map")
+    held = json_object(index).get("weight_map")
     names = list(held.values()) if isinstance(held, dict) else []
     if not names or not all(map(is_file_name, names)):
         raise ConfigError(f"{index}: not an index of weights, it has no 'weight_map' with names of files")
@@ -117,9 +116,9 @@ def is_file_name(name: Any) -> bool:
     return isinstance(name, str) and name.isprintable() and Path(name).name != ""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
+        held = read_json(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file, a folder of transformers needs it next to the weights") from None
     except (OSError, ValueError) as error:

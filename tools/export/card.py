@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import yaml
 from data.text.labelled import COLUMNS
 from lion.config import ConfigError
 from lion.distribution import NAME
+from lion.files import read_json
 from lion.recipe import Recipe
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import ENVIRONMENT, LoadedRun, count_parameters
@@ -39,7 +39,7 @@ READ = ("text", "labelled text", "images")  # kinds of data with a tokenizer or 
 def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
     """Return the model card (`README.md`) of a run that the Auto class `auto` loads, with results of these weights."""
     metric, task = metric_of(recipe), PIPELINES[auto]
-    summary = read_json(run.folder / SUMMARY)
+    summary = json_of_run(run.folder / SUMMARY)
     if run.ema or summary.get("best_step") != run.checkpoint["step"]:
         summary = {}  # of the weights of another step, or not averaged
     split, best = summary.get("split", "val"), {} if run.ema else run.checkpoint.get("best", {})
@@ -64,7 +64,7 @@ def card(run: LoadedRun, recipe: Recipe, auto: str) -> str:
         ("seed", recipe.seed),
         ("row", recipe.about.row or "-"),
     ]
-    trained = read_json(run.folder / ENVIRONMENT)
+    trained = json_of_run(run.folder / ENVIRONMENT)
     facts += [(key, trained[key]) for key in ("torch", "device", "commit") if trained.get(key)]
     rows = "\n".join(f"| {key} | {text} |" for key, text in facts)
     imports = "".join(f"import {module}  # registers the mixer or the task\n" for module in recipe.imports)
@@ -107,7 +107,7 @@ The code is under the MIT licence. The licence of the training data may restrict
 def usage(auto: str, task: str, grey: bool, folder: Path) -> str:
     """Return the lines of Python that load and call the model of a run."""
     prepare, example = PREPARE[task]
-    if task == "text-classification" and len(read_json(folder / COLUMNS)) == 2:
+    if task == "text-classification" and len(json_of_run(folder / COLUMNS)) == 2:
         example = '"A first sentence.", "A second one."'
     reads = "from PIL import Image\n" if task == "image-classification" else ""
     example = example.format(mode="L" if grey else "RGB")
@@ -144,11 +144,11 @@ def results(summary: dict[str, Any], metric: Any, split: str, value: float) -> s
     return f"{split} {metric.title} {metric.text(value)}, best in training.\n"
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def json_of_run(path: Path) -> dict[str, Any]:
     """Return the contents of a JSON file of a run; empty if there is none."""
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except ValueError:
         raise ConfigError(f"{path}: not JSON") from None

@@ -21,11 +21,10 @@ from data.text.sequences import Sequences
 from lion.config import ConfigError
 from lion.tasks import Task
 from lion.trainer.optim import OptimConfig
-from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.checks import check_settings
 from tools.cli import say
-from tools.compose import build_data
+from tools.compose import build_data, runtime_of
 from tools.cost import EagerStep
 from tools.glue.plan import SEEDS, Cell, Job, Pretrained, make_jobs, read_pretrained, read_table
 from tools.glue.results import read as read_result
@@ -198,7 +197,7 @@ def cost(jobs: Sequence[Job], held: Mapping[str, TaskData]) -> str:
 def measure(job: Job, held: TaskData) -> tuple[float, float]:
     """Return the seconds of the forward and backward pass per token, and of an update of the weights."""
     recipe = job.recipe
-    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    runtime = runtime_of(recipe)
     batch = held.train.batch(list(range(min(MEASURED, len(held.train)))), "cpu")
     step = EagerStep(held.made, recipe, runtime, recipe.trainer.precision)
     return step.passes(batch) / batch["tokens"].numel(), step.update()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from lion.config import ConfigError
+from lion.files import read_json
 from tools.glue.plan import read_table, table_names
 from tools.glue.results import best_rate, counts_of, scores_of
 from tools.tables import Table, hundredths
@@ -77,7 +77,7 @@ def read_scores(path: Path) -> tuple[Scores, dict[str, int]]:
         ConfigError: `./run.sh glue` did not write the file.
     """
     try:
-        held = json.loads(path.read_text())
+        held = read_json(path)
         scores = scores_of(best_rate(held["rows"]))
         if not scores:
             raise ValueError("no scores")

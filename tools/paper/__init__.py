@@ -23,11 +23,10 @@ import torch
 from lion.config import ConfigError
 from lion.runs import build_on_meta
 from lion.trainer.plan import make_plan
-from lion.trainer.runtime import start_runtime
 from tools import options
 from tools.checks import checkpoint_bytes
 from tools.cli import say
-from tools.compose import build_data, describe_data, make_task, resolve
+from tools.compose import build_data, describe_data, make_task, resolve, runtime_of
 from tools.cost import duration_text, time_step
 from tools.glue.plan import check_known
 from tools.jobs import Job, at_once, work
@@ -311,7 +310,7 @@ def estimate(job: PaperJob) -> tuple[float, str | None]:
     recipe = job.recipe
     info, samples, note = describe_data(recipe)
     made = make_plan(recipe, samples=samples, world=1)
-    runtime = start_runtime(recipe.trainer.device, matmul=recipe.trainer.matmul)
+    runtime = runtime_of(recipe)
     if made.total is None:
         return made.seconds, note
     step = time_step(make_task(recipe, info), recipe, made, runtime)

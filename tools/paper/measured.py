@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lion.files import read_json
 from tools.colours import SOFTMAX, colour_of
 from tools.paper.parts import Part
 from tools.plots import number_ticks, tidy
@@ -21,7 +21,7 @@ def rows_of(path: Path) -> list[Row]:
     """Return the rows of a report; an empty list if there is no such report."""
     if not path.is_file():
         return []
-    return json.loads(path.read_text())["rows"]
+    return read_json(path)["rows"]
 
 
 def on_gpu(row: Row) -> bool:

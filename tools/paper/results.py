@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import operator
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.manifest import short_hash
+from lion.files import read_json
 from lion.layers.mixers.lion import FixedDecay
 from lion.recipe_files import RECIPE, SUMMARY
 from lion.runs import open_run
@@ -190,7 +190,7 @@ def by_length(run: Run, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
     options = ["--lengths", ",".join(map(str, lengths)), "--form", usual_form(run.recipe), "--tokens", str(TOKENS)]
     silently(evaluate.main, [str(run.folder), *options, "--eager", "--out", str(out)])
     found = {}
-    for row in json.loads((out / "extrapolation.json").read_text())["rows"]:
+    for row in read_json(out / "extrapolation.json")["rows"]:
         if "value" in row:
             found[f"{row['length']} tokens"] = {run.metric.name: row["value"]}
     return found
@@ -200,7 +200,7 @@ def distance_of(run: Run, classifier: Path, measured: Distance) -> float:
     """Generate images with a run, and return their distance from the training images on features of a classifier."""
     out = run.folder / distance.FIGURES
     silently(distance.main, [str(run.folder), "--features", str(classifier), "--samples", str(measured.samples)])
-    return json.loads(out.read_text())["rows"][0]["figures"][measured.metric.name][0]
+    return read_json(out)["rows"][0]["figures"][measured.metric.name][0]
 
 
 def silently(command: Callable[[list[str]], int], argv: list[str]) -> None:

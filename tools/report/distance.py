@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lion.config import ConfigError
+from lion.files import read_json
 from lion.tasks.metrics import Mean, Metric
 from lion.trainer.checkpoint_files import steps_of
 from tools.distance import SHARES
@@ -76,7 +76,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / FIGURES
     try:
-        held = json.loads(path.read_text())
+        held = read_json(path)
         made, floor = held["rows"]
         held |= {"real": made["reference"], "samples": made["samples"]}
         found = {name: held[name] for name in ALIKE}

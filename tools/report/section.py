@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import itertools
-import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lion.files import read_json
 from tools.claims import CLAIM, QUESTION, Comparison, table_of, verdicts
 from tools.colours import colour_of
 from tools.finished import Run
@@ -200,10 +200,10 @@ def raw_results(folder: Path) -> Row:
     """Read the results that `./run.sh glue` and `./run.sh distance` stored in the folder of a run."""
     found: Row = {}
     for path in sorted(folder.glob("glue/*/results.json")):
-        found.setdefault("glue", {})[path.parent.name] = json.loads(path.read_text())["rows"]
+        found.setdefault("glue", {})[path.parent.name] = read_json(path)["rows"]
     path = folder / FIGURES
     if path.is_file():
-        found["distance"] = json.loads(path.read_text())
+        found["distance"] = read_json(path)
     return found
 
 
