@@ -60,7 +60,7 @@ def tiny_recipe(folder: Path, name: str = "tiny", **changes) -> Path:
 
 @functools.cache
 def built(name: str, *overrides: str):
-    """Return a resolved recipe, its model without storage, and the number of its samples."""
+    """Return a resolved recipe, its model without storage, and the number of its samples; do not change them."""
     recipe = resolve(name, overrides)
     info, samples, _ = describe_data(recipe, look=False)
     return recipe, build_on_meta(make_task(recipe, info), recipe.model), samples

@@ -255,6 +255,7 @@ def test_mlm_is_trained_as_published(name):
     assert metric_of(recipe).title == "MLM accuracy"
     assert count_parameters(model) == parameters
     assert (model.length, model.vocabulary, len(model.tokens.weight)) == (128, 30_522, 30_528)
+    assert describe_data(recipe, look=False)[0].id("mask") == 103
     plan = make_plan(recipe, samples=samples, world=4)
     micro = 64 if large else 128
     check_settings(plan, {"total": 70_000, "warmup": 4_200, "micro": micro, "accumulation": 1024 // micro})

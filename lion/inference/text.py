@@ -262,8 +262,9 @@ def recomputed(model: GPT, rows: list[list[int]]) -> Tensor:
 def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad rows and return tokens (B, L) and their mask (B, L), False for padding."""
     ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    tokens = pad_sequence(ids, batch_first=True, padding_value=-1).to(device)
-    return tokens.clamp(min=0), tokens >= 0
+    tokens = pad_sequence(ids, batch_first=True).to(device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return tokens, torch.arange(tokens.shape[1], device=device) < lengths[:, None]
 
 
 def last_valid(x: Tensor, valid: Tensor) -> Tensor:

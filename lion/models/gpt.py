@@ -157,7 +157,7 @@ class GPT(TokenModel):
         return self.dropout(x, layout)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Map (B, L, dim) to logits (B, L, vocabulary)."""
+        """Map (.., dim) to logits (.., vocabulary)."""
         embeddings = rows_of(self.tokens, self.vocabulary, x.device)
         return F.linear(x, embeddings)[..., : self.vocabulary]
 

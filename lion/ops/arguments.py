@@ -134,7 +134,8 @@ def check_call(
 ) -> tuple[Gates, Settings]:
     """Check the arguments of a call, and return its gates and settings, with the `fields` that are passed by name.
 
-    `unused` are settings that the call does not have; without `prefix`, it does not take this gate.
+    `unused` are settings that the call does not have, beside `scan_merge`; without `prefix`, it does not take this
+    gate.
     """
     check_tokens(q, k, v)
     gates = take_gates(gates, fields, prefix=prefix)

@@ -1,4 +1,4 @@
-"""Dtypes of sums."""
+"""Dtypes of sums, gates and states."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SegmentIndex(NamedTuple):
 
 
 def segment_index(valid: Tensor | None, segments: Tensor | None) -> SegmentIndex:
-    """Prepare masks for all layers of a model; only this function sorts and checks them.
+    """Check masks, and prepare them for all layers of a model.
 
     Args:
         valid: Boolean (B, L) or None, as in `linear_attention`.

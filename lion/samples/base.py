@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -102,11 +102,21 @@ class Info(ABC):
         Raises:
             LookupError, TypeError, ValueError: `values` is not such a result.
         """
-        fields = dict(values)
-        for name, value in values.items():
-            if isinstance(value, list):
-                fields[name] = tuple(value)
-        return cls(**fields)
+        given = {}
+        for field in fields(cls):
+            if field.name in values:
+                value = values[field.name]
+                given[field.name] = tuple(value) if isinstance(value, list) else value
+        info = cls(**given)
+        info.check()
+        return info
+
+    def check(self) -> None:  # noqa: B027 - most kinds check their fields where they are made
+        """Check fields that were read from a file.
+
+        Raises:
+            LookupError, TypeError, ValueError: They are not those of such data.
+        """
 
     @property
     def sample_size(self) -> int:

@@ -30,9 +30,9 @@ class ImageInfo(Info):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         counts = (*self.size, self.channels)
-        colours = self.mean + self.std
+        colours = (*self.mean, *self.std)
         if len(self.size) != 2 or not are_counts(counts):
             raise ValueError(f"expected height, width and channels above 0, got {counts}")
         each = len(self.mean) == len(self.std) == self.channels

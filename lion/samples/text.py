@@ -56,7 +56,7 @@ class TextInfo(Info):
     def from_dict(cls, values: dict[str, Any]) -> Self:
         return super().from_dict({f.name: values[f.name] for f in fields(cls)})
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         named = isinstance(self.tokenizer, str) and isinstance(self.fingerprint, str)
         if not are_counts((self.vocabulary, self.length)) or not named:
             got = (self.vocabulary, self.length, self.tokenizer, self.fingerprint)
@@ -117,8 +117,8 @@ class LabelledTextInfo(TextInfo):
 
     classes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not all(isinstance(name, str) for name in self.classes):
             raise ValueError(f"expected names of classes, got {self.classes}")
 

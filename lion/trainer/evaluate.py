@@ -102,6 +102,9 @@ def evaluate(
 
     `batches` are iterated once, and once more for every `MetricOfPass` metric. Random numbers depend on `seed` and the
     rank alone, so they are the same for every model and form. The random state of training is not affected.
+
+    Raises:
+        Stopped: The batches are `StoppableBatches`, and were stopped.
     """
     totals = Totals(task.metrics)
     with evaluating(model):

@@ -89,12 +89,14 @@ class Samples(list):
     Attributes:
         beside: Additional columns of the batch, by name.
         unreadable: (index, reason) of every sample that could not be read.
+        asked: Whether each sample is the one that was asked for.
     """
 
     def __init__(self, dataset: Split, indices: list[int], seeds: list[int]) -> None:
         super().__init__()
         self.beside: dict[str, list[Any]] = {}
         self.unreadable: list[tuple[int, str]] = []
+        self.asked: list[bool] = []
         with torch.random.fork_rng(devices=[]):
             for index, seed in zip(indices, seeds):
                 torch.default_generator.manual_seed(seed)
@@ -105,9 +107,13 @@ class Samples(list):
         for candidate in range(index, index + SEARCH):
             candidate %= len(dataset)
             try:
-                return dataset[candidate]
+                sample = dataset[candidate]
             except Unreadable as error:
                 self.unreadable.append((candidate, str(error)))
+                continue
+            self.asked.append(candidate == index)
+            return sample
+        self.asked.append(False)
         return None
 
 
@@ -158,8 +164,7 @@ class PaddedDataset(Dataset):
     def __getitems__(self, indices: list[int]) -> Samples:
         places, real, keys = self.places(indices)
         samples = Samples(self.dataset, places, keys)
-        unreadable = dict(samples.unreadable)
-        mask = [ok and place not in unreadable for place, ok in zip(places, real)]
+        mask = [here and asked for here, asked in zip(real, samples.asked)]
         samples.beside = {"mask": mask, "key": keys}
         return samples
 
@@ -206,7 +211,7 @@ class Loading:
         collate: Function that makes a batch from a list of samples.
         workers: Number of loader processes.
         faults: Limits on the faults that the loading survives.
-        device: Device on which the batches are used.
+        device: Device on which the batches are used; for a GPU, batches are in pinned memory.
     """
 
     collate: Collate = default_collate
@@ -249,8 +254,7 @@ class Batches:
     def __iter__(self) -> Generator[Batch, None, None]:
         if isinstance(self.dataset.dataset, DeviceDataset):
             for keys in self.sampler:
-                given: list[Any] = keys
-                yield self.dataset.batch(given, self.loading.device)
+                yield self.dataset.batch(cast(list, keys), self.loading.device)
             return
         most = self.loading.faults.workers
         done = 0

@@ -324,12 +324,13 @@ def catch_signals(work: Any, then: str = "saving after this step") -> Iterator[N
 
 def cpu_name() -> str:
     """Return the CPU model and its vector instructions, which both affect the choice of kernels."""
-    name = platform.processor() or platform.machine()
+    name = ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 name = line.partition(":")[2].strip()
                 break
+    name = name or platform.processor() or platform.machine()
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 

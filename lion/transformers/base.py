@@ -142,7 +142,7 @@ class LionPreTrainedModel(PreTrainedModel):
             with initialization.no_init_weights():
                 new = self.build()
         values: dict[str, Tensor] = dict(new.named_parameters())
-        values |= new.named_buffers()
+        values.update(new.named_buffers())
         for name, value in values.items():
             if name in tensors:
                 tensors[name].copy_(value)
@@ -157,16 +157,11 @@ class LionPreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: `save_pretrained` writes its own code."""
 
-    def loss_of_sequences(self, labels: Tensor | None, logits: Tensor, **kwargs: Any) -> Tensor | None:
-        """Return the loss of a classifier of sequences or images, None without labels.
+    def share_of_batch(self, loss: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+        """Return the share of the loss of a micro-batch in the mean over the `count` labels of a whole batch, if known.
 
-        With `num_items_in_batch`, it is the share of a micro-batch in the mean over the labels of a whole batch.
         transformers returns this share for classes alone, else the mean over the micro-batch.
         """
-        if labels is None:
-            return None
-        loss = self.loss_function(labels, logits, self.config, **kwargs)
-        count = kwargs.get("num_items_in_batch")
         if count is None or self.config.problem_type == "single_label_classification":
             return loss
         return loss * labels.numel() / count

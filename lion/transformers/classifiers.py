@@ -111,7 +111,10 @@ class LionForSequenceClassification(LionTextModel):
             valid = input_ids != pad  # as in the GPT-2 of transformers
         pooled = POOLED[type(self.model)](x, valid)
         logits = self.model.logits(pooled)
-        loss = self.loss_of_sequences(labels, logits, **kwargs)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self.share_of_batch(loss, labels, kwargs.get("num_items_in_batch"))
         return SequenceClassifierOutput(loss, logits, found.hidden_states)
 
 

@@ -58,4 +58,8 @@ class LionForImageClassification(LionPreTrainedModel):
         logits = self.model(pixel_values)
         if isinstance(logits, tuple):  # in training
             logits = (logits[0] + logits[1]) / 2
-        return ImageClassifierOutput(self.loss_of_sequences(labels, logits, **kwargs), logits)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels, logits, self.config, **kwargs)
+            loss = self.share_of_batch(loss, labels, kwargs.get("num_items_in_batch"))
+        return ImageClassifierOutput(loss, logits)

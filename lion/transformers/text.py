@@ -232,7 +232,7 @@ class LionForMaskedLM(LionTextModel):
         if not isinstance(self.model, Bert) or self.model.head.bias is None:
             return tokens
         old = self.model.head.bias
-        bias = F.pad(old.detach(), (0, tokens.num_embeddings - len(old)))  # or cut
+        bias = F.pad(old.detach(), (0, tokens.num_embeddings - len(old)))  # a negative padding cuts
         self.model.head.bias = nn.Parameter(bias, requires_grad=old.requires_grad)
         return tokens
 

@@ -382,6 +382,12 @@ def test_processes_change_nothing(tmp_path, monkeypatch):
     assert compose.build_data(made).fingerprint == one.build().fingerprint
 
 
+def test_the_tail_is_held_out_of_one_document(tmp_path):
+    source = prepared_lines(tmp_path, ["abcdefghij" * 10], tokenizer="characters", split="tail", val_split=0.1)
+    splits = source.build()
+    assert (len(splits.train.tokens.ids), len(splits.val.tokens.ids)) == (90, 10)
+
+
 def test_another_text_is_another_token_file(tmp_path):
     first = lines_set(tmp_path, sentences(20))
     assert first.folder != lines_set(tmp_path, sentences(20), val_split=0.2).folder

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 from lion.inference import split
 from lion.inference.split import read_in_turn
 from lion.inference.text import Continuation
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.processes import in_processes
 
 from .test_text import gpt
@@ -40,4 +40,4 @@ def test_processes_read_prompts_together():
 
 
 def test_mixers_whose_state_grows_are_refused():
-    refused("processes: mixer 'softmax' keeps all keys and values, use one process", read_in_turn, gpt(), PROMPTS, None)
+    invalid("processes: mixer 'softmax' keeps all keys and values, use one process", read_in_turn, gpt(), PROMPTS, None)

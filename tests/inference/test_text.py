@@ -14,7 +14,7 @@ from lion.models.gpt import GPT, GPTConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.compilation import compile_blocks, compile_steps
 from tests.helpers import Largest
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7], [8, 9, 1]]
 GREEDY = Sampling(temperature=0)
@@ -69,7 +69,7 @@ def test_modes_agree_on_logits_of_given_tokens_and_on_greedy_tokens(mixer):
 def test_rows_of_padding_in_the_embeddings_are_no_ids():
     model = GPT(GPTConfig(SOFTMAX, 24, 2, 3, pad_vocabulary=64), vocabulary=11, length=40).eval()
     assert len(model.tokens.weight) == 64
-    refused("prompts: expected token ids from 0 to 10, got 11", generated, model, "attention", prompts=[[11]])
+    invalid("prompts: expected token ids from 0 to 10, got 11", generated, model, "attention", prompts=[[11]])
 
 
 def test_draws_depend_on_seed_row_and_place():
@@ -172,18 +172,18 @@ def test_beyond_the_positions_only_attention_goes_on_over_the_last_of_them():
     with pytest.raises(ValueError, match="2 and 12 more are beyond the model's 8 positions; take 6 at most"):
         generated(model, "kv", count=12, prompts=[[1, 2]])
     assert len(generated(model, "kv", count=6, prompts=[[1, 2]])[0]) == 8
-    refused("9 and 0 more are beyond", Continuation.of, model, "kv", [[1] * 9])
+    invalid("9 and 0 more are beyond", Continuation.of, model, "kv", [[1] * 9])
 
 
 def test_wrong_modes_and_prompts():
-    refused("mixer 'lion_s' supports attention and rnn, got 'kv'", Continuation.of, gpt("lion_s"), "kv", PROMPTS)
+    invalid("mixer 'lion_s' supports attention and rnn, got 'kv'", Continuation.of, gpt("lion_s"), "kv", PROMPTS)
     model = gpt()
-    refused("supports attention and kv, got 'rnn'", Continuation.of, model, "rnn", PROMPTS)
-    refused("at least one token", Continuation.of, model, "kv", [[1], []])
+    invalid("supports attention and kv, got 'rnn'", Continuation.of, model, "rnn", PROMPTS)
+    invalid("at least one token", Continuation.of, model, "kv", [[1], []])
     for prompts, found in (([1, 2], "1"), ([[1], [11]], "11"), ([[-1]], "-1"), ([[True]], "True"), ([[1.5]], "1.5")):
-        refused(rf"prompts: expected .* got {found}", Continuation.of, model, "kv", prompts)
+        invalid(rf"prompts: expected .* got {found}", Continuation.of, model, "kv", prompts)
     vit = ViT(ViTConfig("lion_s", 12, 1, 3), image_size=(16, 16), channels=1, num_classes=2)
-    refused(r"model: expected a causal language model \(gpt\), got ViT", generated, vit, None)
+    invalid(r"model: expected a causal language model \(gpt\), got ViT", generated, vit, None)
 
 
 def test_prompts_are_lists_or_tensors():

@@ -76,7 +76,7 @@ def weights(layer) -> dict[str, torch.Tensor]:
     return {name: x.detach().double().clone() for name, x in layer.state_dict().items()}
 
 
-def refused(message: str, call, *given, **settings) -> None:
+def invalid(message: str, call, *given, **settings) -> None:
     """Check that a call raises a ValueError, or `build` a ConfigError, with this message."""
     with pytest.raises(ConfigError if call is build else ValueError, match=message):
         call(*given, **settings)
@@ -117,15 +117,18 @@ def check_oracle(layer, oracle, x, forms, tolerance: float, narrow: float | None
             assert narrow is None or error(single(x.float()), want) < narrow, form
 
 
-def check_finite(layer, x: torch.Tensor, layout: Layout = PLAIN) -> torch.Tensor:
-    """Check that outputs and all gradients are finite; return the outputs."""
+def check_finite(layer, x: torch.Tensor, layout: Layout = PLAIN, unused: bool = False) -> torch.Tensor:
+    """Check that outputs and all gradients are finite; return the outputs. Parameters may be `unused`."""
     layer.zero_grad()
     given = x.detach().clone().requires_grad_()
     y = layer(given, layout)
-    y.sum().backward()
+    (y + y.square()).sum().backward()
     assert y.isfinite().all() and given.grad.isfinite().all()
     for name, parameter in layer.named_parameters():
-        assert parameter.grad is None or parameter.grad.isfinite().all(), name
+        if parameter.grad is None:
+            assert unused, name
+        else:
+            assert parameter.grad.isfinite().all(), name
     return y
 
 

@@ -29,7 +29,7 @@ from lion.ops import Gates
 from lion.ops.features import FEATURE_MAPS, apply_feature_map
 from tests.helpers import ROOT
 
-from .helpers import MASKS, PACKED, PADDED, check_padding, close, doubles, refused, stream
+from .helpers import MASKS, PACKED, PADDED, check_padding, close, doubles, invalid, stream
 
 GRID = grid_layout(3, 2)
 
@@ -100,7 +100,7 @@ def test_a_temperature_is_in_the_label():
 
 def test_a_row_sum_needs_a_sign():
     for name in ("identity", "silu"):
-        refused("row sum", LionAttention, 12, 3, feature_map=name)
+        invalid("row sum", LionAttention, 12, 3, feature_map=name)
         LionAttention(12, 3, feature_map=name, normalize="none")
 
 
@@ -122,7 +122,7 @@ def test_score_dropout_is_for_training_in_full_form():
     assert torch.equal(layer(x), layer(x))
     set_form(layer, "chunk")
     layer(x)
-    refused("full form only", layer.train(), x)
+    invalid("full form only", layer.train(), x)
 
 
 def test_softmax_has_one_form():
@@ -140,7 +140,7 @@ def test_a_layout_may_be_a_mask_or_nothing():
     assert torch.equal(layer(x, valid), layer(x, Layout.of(x, valid=valid)))
     assert not torch.allclose(layer(x, valid)[1, :4], layer(x)[1, :4])
     for bad, message in ((valid.float(), "valid: expected bool"), (valid[:, :3], "valid: expected"), ("x", "layout: ")):
-        refused(f"^{message}", layer, x, bad)
+        invalid(f"^{message}", layer, x, bad)
 
 
 def test_the_mask_of_padding_of_pytorch_is_caught():
@@ -325,71 +325,71 @@ S4D = HippoConfig(spectrum="s4d_real")
 
 def test_what_is_wrong_is_named():
     softmax, lion_s, vim = (make_mixer(name, 12, 3) for name in (SOFTMAX, "lion_s", "vim"))
-    refused(r'is_causal: unknown setting of mixer .lion_s., direction="forward"', LionAttention, 16, 2, is_causal=True)
-    refused("chunk: unknown setting of mixer 'lion_s', did you mean 'chunk_size'", LionAttention, 16, 2, chunk=4)
-    refused("dim: expected at least 1, got 0", LionAttention, 0, 3)
-    refused("feature_map: 'zz' is not a choice, valid: elu1, identity", LionAttention, 12, 3, feature_map="zz")
-    refused("form: 'chunks' is not a choice, did you mean 'chunk'", SoftmaxAttention, 12, 3, form="chunks")
-    refused("chunk_size: expected at least 1, got 0", LionAttention, 12, 3, chunk_size=0)
-    refused("SoftmaxAttention has only full, got 'rnn'", set_form, softmax, "rnn")
-    refused("expected one of auto, full, chunk, rnn, got 'chunks', did", set_form, softmax, "chunks")
-    refused("chunk_size: expected at least 1, got 0", set_form, lion_s, "chunk", 0)
+    invalid(r'is_causal: unknown setting of mixer .lion_s., direction="forward"', LionAttention, 16, 2, is_causal=True)
+    invalid("chunk: unknown setting of mixer 'lion_s', did you mean 'chunk_size'", LionAttention, 16, 2, chunk=4)
+    invalid("dim: expected at least 1, got 0", LionAttention, 0, 3)
+    invalid("feature_map: 'zz' is not a choice, valid: elu1, identity", LionAttention, 12, 3, feature_map="zz")
+    invalid("form: 'chunks' is not a choice, did you mean 'chunk'", SoftmaxAttention, 12, 3, form="chunks")
+    invalid("chunk_size: expected at least 1, got 0", LionAttention, 12, 3, chunk_size=0)
+    invalid("SoftmaxAttention has only full, got 'rnn'", set_form, softmax, "rnn")
+    invalid("expected one of auto, full, chunk, rnn, got 'chunks', did", set_form, softmax, "chunks")
+    invalid("chunk_size: expected at least 1, got 0", set_form, lion_s, "chunk", 0)
     assert (lion_s.form, lion_s.chunk_size) == ("auto", 64)  # as before
-    refused("has only .*, got 'chunks'", lion_s.set_form, "chunks")
-    refused("chunk_size: expected at least 1, got 0", vim.set_form, "chunk", 0)
+    invalid("has only .*, got 'chunks'", lion_s.set_form, "chunks")
+    invalid("chunk_size: expected at least 1, got 0", vim.set_form, "chunk", 0)
     message = r"segments: expected integer \(2, 8\), got int64 \(8,\)"
-    refused(message, Layout.of, torch.ones(2, 8, 12), segments=torch.zeros(8, dtype=torch.long))
-    refused(r"valid: expected bool \(2, 8\), got float32 \(2, 8\)", Layout.of, torch.ones(2, 8, 12), torch.ones(2, 8))
-    refused("model: Linear has no mixers of lion", set_form, torch.nn.Linear(2, 2), "rnn")
-    refused("rotation needs pairs, got an odd head dimension 3", make_mixer, "lion_s", 9, 3, ROPE)
-    refused("rotation 'rope' needs one order of the tokens", make_mixer, "lion_s", 12, 3, rotation="rope", scans=SCANS)
-    refused("rotation belongs to mixers with scores, 'none' has none", make_mixer, "none", 12, 3, ROPE)
-    refused(r"mixer: expected one of .*, got 'lightnt', did you mean 'lightnet'\?", LionAttention, 64, 2, "lightnt")
-    refused(r"got 'softmax', use lion\.make_mixer\('softmax', \.\.\)", LionAttention, 64, 2, "softmax")
-    refused(UNKNOWN, make_mixer, "sofmax", 12, 3, AttentionConfig())
-    refused(UNKNOWN, resolve_mixer, "sofmax", AttentionConfig())
-    refused(UNKNOWN, SoftmaxAttention, 12, 3, "sofmax")
-    refused(UNKNOWN, HydraAttention, 12, 3, "sofmax", None)
-    refused(UNKNOWN, EncoderConfig, "sofmax", 12, 1, 3)
-    refused("spectrum: unknown setting of mixer 'lion_s', valid: ", make_mixer, "lion_s", 12, 3, S4D)
-    refused("spectrum: unknown setting of mixer 'softmax'", resolve_mixer, SOFTMAX, S4D)
+    invalid(message, Layout.of, torch.ones(2, 8, 12), segments=torch.zeros(8, dtype=torch.long))
+    invalid(r"valid: expected bool \(2, 8\), got float32 \(2, 8\)", Layout.of, torch.ones(2, 8, 12), torch.ones(2, 8))
+    invalid("model: Linear has no mixers of lion", set_form, torch.nn.Linear(2, 2), "rnn")
+    invalid("rotation needs pairs, got an odd head dimension 3", make_mixer, "lion_s", 9, 3, ROPE)
+    invalid("rotation 'rope' needs one order of the tokens", make_mixer, "lion_s", 12, 3, rotation="rope", scans=SCANS)
+    invalid("rotation belongs to mixers with scores, 'none' has none", make_mixer, "none", 12, 3, ROPE)
+    invalid(r"mixer: expected one of .*, got 'lightnt', did you mean 'lightnet'\?", LionAttention, 64, 2, "lightnt")
+    invalid(r"got 'softmax', use lion\.make_mixer\('softmax', \.\.\)", LionAttention, 64, 2, "softmax")
+    invalid(UNKNOWN, make_mixer, "sofmax", 12, 3, AttentionConfig())
+    invalid(UNKNOWN, resolve_mixer, "sofmax", AttentionConfig())
+    invalid(UNKNOWN, SoftmaxAttention, 12, 3, "sofmax")
+    invalid(UNKNOWN, HydraAttention, 12, 3, "sofmax", None)
+    invalid(UNKNOWN, EncoderConfig, "sofmax", 12, 1, 3)
+    invalid("spectrum: unknown setting of mixer 'lion_s', valid: ", make_mixer, "lion_s", 12, 3, S4D)
+    invalid("spectrum: unknown setting of mixer 'softmax'", resolve_mixer, SOFTMAX, S4D)
     message = "chunksize: unknown setting of mixer 'hydra', did you mean 'chunk_size'"
-    refused(message, HydraAttention, 12, 3, "hydra", None, chunksize=4)
+    invalid(message, HydraAttention, 12, 3, "hydra", None, chunksize=4)
     message = r"^chunk_sise: unknown setting of mixer 'gla', did you mean 'chunk_size'\?"
-    refused(message, make_mixer, "gla", 12, 3, chunk_sise=8)
+    invalid(message, make_mixer, "gla", 12, 3, chunk_sise=8)
     message = "config: expected a AttentionConfig, got dict; settings go by name"
-    refused(message, make_mixer, "lion_s", 12, 3, {"form": "full"})
-    refused("mixer: HippoAttention needs one of lion_d_hippo, lion_s_hippo$", HippoAttention, 12, 3)
-    refused(
+    invalid(message, make_mixer, "lion_s", 12, 3, {"form": "full"})
+    invalid("mixer: HippoAttention needs one of lion_d_hippo, lion_s_hippo$", HippoAttention, 12, 3)
+    invalid(
         "mixer: expected softmax in SoftmaxAttention, got 'fox', a ForgettingAttention", SoftmaxAttention, 12, 3, FOX
     )
     message = "mixer: expected performer in PerformerAttention, got 'lion_s', a LionAttention"
-    refused(message, PerformerAttention, 12, 3, "lion_s")
+    invalid(message, PerformerAttention, 12, 3, "lion_s")
     message = "mixer: expected hydra in HydraAttention, got 'softmax', a SoftmaxAttention"
-    refused(message, HydraAttention, 12, 3, SOFTMAX, None)
+    invalid(message, HydraAttention, 12, 3, SOFTMAX, None)
     message = r"scans: expected a list such as \[row_major, row_major\], got 'row_major'"
-    refused(message, LionAttention, 12, 3, scans="row_major")
+    invalid(message, LionAttention, 12, 3, scans="row_major")
     for kind in (LionAttention, SoftmaxAttention, HydraAttention):
-        refused("num_heads: expected a whole number, got 3.0", kind, 12, 3.0)
-        refused("dim: expected a whole number, got '12'", kind, "12", 3)
-        refused("num_heads: expected at least 1, got -3", kind, 12, -3)
-        refused("dim: expected a multiple of num_heads=3, got 13", kind, 13, 3)
+        invalid("num_heads: expected a whole number, got 3.0", kind, 12, 3.0)
+        invalid("dim: expected a whole number, got '12'", kind, "12", 3)
+        invalid("num_heads: expected at least 1, got 0", kind, 12, 0)
+        invalid("dim: expected a multiple of num_heads=3, got 13", kind, 13, 3)
     for name in ("lion_lit", "gla", "gated_deltanet", "lightnet", "lion_s_hippo", SOFTMAX, FOX, "hydra"):
-        refused("decay_temperature", resolve_mixer, name, AttentionConfig(decay_temperature=4.0))
+        invalid("decay_temperature", resolve_mixer, name, AttentionConfig(decay_temperature=4.0))
 
 
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if name != "none"])
 def test_bad_tokens_and_states_are_named(mixer):
     layer = make_mixer(mixer, 12, 3, MIXERS[mixer].layer.Config(direction="forward"))
     for x in (torch.randn(4, 12), torch.randn(1, 4, 8), torch.randn(1, 0, 12)):
-        refused(r"x: expected tokens \(B, L >= 1, 12\), got shape", layer, x)
-    refused(r"state: expected a .*, which prefill returns, .* got NoneType", layer.step, torch.randn(1, 1, 12), None)
-    refused(r"state: made for 2 sequences, got 3", layer.step, torch.randn(3, 1, 12), layer.initial_state(2))
+        invalid(r"x: expected tokens \(B, L >= 1, 12\), got shape", layer, x)
+    invalid(r"state: expected a .*, which prefill returns, .* got NoneType", layer.step, torch.randn(1, 1, 12), None)
+    invalid(r"state: made for 2 sequences, got 3", layer.step, torch.randn(3, 1, 12), layer.initial_state(2))
     for direction in ("backward", "both"):
         other = make_mixer(mixer, 12, 3, MIXERS[mixer].layer.Config(direction=direction))
         message = f"only 'forward' streams, this layer has '{direction}'"
-        refused(message, other.prefill, torch.randn(1, 4, 12))
-        refused(message, other.step, torch.randn(1, 4, 12), layer.initial_state(1))
+        invalid(message, other.prefill, torch.randn(1, 4, 12))
+        invalid(message, other.step, torch.randn(1, 4, 12), layer.initial_state(1))
 
 
 def test_a_norm_over_tokens_lets_the_floor_see_later_tokens():
@@ -433,7 +433,7 @@ def test_a_mixer_of_another_package():
         assert timm.attention("half_life")(64, 4)(x.float()).shape == x.shape
         encoder = Encoder(EncoderConfig(mixer="half_life", dim=64, depth=1, num_heads=4))
         assert encoder(x.float()).shape == x.shape
-        refused(r"^mixer: 'half_life' exists already$", exec, code, names)
+        invalid(r"^mixer: 'half_life' exists already$", exec, code, names)
     finally:
         MIXERS.pop("half_life", None)
         LINEAR.pop("half_life", None)
@@ -450,7 +450,7 @@ def test_a_mixer_that_is_not_linear_attention():
         encoder = Encoder(EncoderConfig(mixer="average", dim=12, depth=1, num_heads=3))
         encoder(x).square().sum().backward()
         assert all(p.grad.abs().sum() > 0 for p in encoder.parameters())
-        refused("form: Average has only full, got 'rnn'", set_form, layer, "rnn")
+        invalid("form: Average has only full, got 'rnn'", set_form, layer, "rnn")
     finally:
         MIXERS.pop("average", None)
 
@@ -475,7 +475,7 @@ def test_a_block_without_a_mixer_streams_with_its_shifts():
     y, state = layer.prefill(x[:, :4])
     rest, _ = layer.step(x[:, 4:], state)
     close(torch.cat([y, rest], 1), layer(x))
-    refused("state: made for 2 sequences, got 1", layer.step, x[:1, 4:], state)
+    invalid("state: made for 2 sequences, got 1", layer.step, x[:1, 4:], state)
 
 
 @pytest.mark.parametrize("scans", [(), ("row_snake", "column_snake")])

@@ -9,7 +9,7 @@ from lion.layers.blocks.post_norm import PostNorm
 from lion.layers.layout import PLAIN
 from lion.layers.mixers import AttentionConfig
 
-from .helpers import MASKS, check_padding, close, doubles, refused
+from .helpers import MASKS, check_padding, close, doubles, invalid
 
 
 def test_drop_path_drops_whole_samples_and_keeps_the_mean():
@@ -77,7 +77,7 @@ def test_adaln_zero_as_it_is_written():
 
 
 def test_a_norm_that_needs_weights_is_refused():
-    refused("'batchnorm' always has learned weights, block 'adaln_zero' takes layernorm or rm", adaln, norm="batchnorm")
+    invalid("'batchnorm' always has learned weights, block 'adaln_zero' takes layernorm or rm", adaln, norm="batchnorm")
 
 
 @torch.no_grad()

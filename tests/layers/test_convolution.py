@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from lion.layers.convolution import ShortConvolution, neighbour
 from lion.layers.layout import Layout
 
-from .helpers import MASKS, check_padding, doubles, refused
+from .helpers import MASKS, check_padding, doubles, invalid
 
 WAYS = ("forward", "backward", "both")
 
@@ -56,4 +56,4 @@ def test_neighbour():
 
 
 def test_width_is_checked():
-    refused("width: expected at least 1, got 0", ShortConvolution, 6, 0)
+    invalid("width: expected at least 1, got 0", ShortConvolution, 6, 0)

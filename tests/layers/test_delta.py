@@ -9,7 +9,7 @@ from lion.layers.mixers.delta import DeltaAttention
 from lion.layers.mixers.delta_product import DeltaProductConfig
 from tests.ops.helpers import error
 
-from .helpers import DIM, DIRECTIONS, HEADS, refused, tokens
+from .helpers import DIM, DIRECTIONS, HEADS, invalid, tokens
 from .test_mixers import FORMS, make
 
 
@@ -28,8 +28,8 @@ def test_negative_eigenvalues_double_beta(mixer):
 @pytest.mark.parametrize("mixer", [name for name, entry in LINEAR.items() if entry.decay and entry.decay.delta])
 def test_the_delta_rule_has_one_decay_convention(mixer):
     message = "decay_convention 'source' is not available with the delta rule, use 'tar"
-    refused(message, LionAttention, DIM, HEADS, mixer, decay_convention="source")
-    refused("normalize 'max' is not available with the delta rule", LionAttention, DIM, HEADS, mixer, normalize="max")
+    invalid(message, LionAttention, DIM, HEADS, mixer, decay_convention="source")
+    invalid("normalize 'max' is not available with the delta rule", LionAttention, DIM, HEADS, mixer, normalize="max")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -56,7 +56,7 @@ def test_forms_of_deltaproduct_agree_with_rotations_and_masks(direction):
 
 
 def test_settings_of_deltaproduct():
-    refused("householders", LionAttention, DIM, HEADS, "deltaproduct", householders=0)
+    invalid("householders", LionAttention, DIM, HEADS, "deltaproduct", householders=0)
     assert DeltaProductConfig(householders=3).label() == "3 steps per token"
     layer = LionAttention(DIM, HEADS, "deltaproduct", negative_eigenvalues=False)
     assert layer.decays[0].strength == 1 and layer.config.label() == "without negative eigenvalues"

@@ -9,7 +9,7 @@ from lion.layers.mixers import ForgettingAttention, make_mixer
 from lion.layers.mixers.config import AttentionConfig
 from lion.ops import DIRECTIONS
 
-from .helpers import DIM, HEADS, check_finite, check_oracle, close, of_rows, refused, tokens
+from .helpers import DIM, HEADS, check_finite, check_oracle, close, invalid, of_rows, tokens
 
 
 def layer(direction="forward", bias=0.0, **settings):
@@ -67,7 +67,7 @@ def test_saturated_gates(bias):
 
 def test_settings_of_linear_mixers_are_refused():
     for settings in ({"form": "chunk"}, {"normalize": "sum"}, {"scans": ("row_snake",)}):
-        refused("fox", ForgettingAttention, DIM, HEADS, **settings)
+        invalid("fox", ForgettingAttention, DIM, HEADS, **settings)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from lion.layers.mixers.config import AttentionConfig
 from lion.layers.mixers.hippo import HippoConfig
 from lion.layers.mixers.spectra import ROTATING, SPECTRA, legs, s4d_lin, s4d_real
 
-from .helpers import DIM, HEADS, check_finite, close, refused, tokens, weights
+from .helpers import DIM, HEADS, PADDED, SHORT_FORMS, check_finite, check_padding, close, invalid, tokens, weights
 from .oracles import oracle
 
 MIXERS = ("lion_d_hippo", "lion_s_hippo")
@@ -71,7 +71,7 @@ def test_a_lambda_never_exceeds_one_however_far_it_is_learned(mixer, spectrum, s
             with torch.no_grad():
                 decay.log_rate.fill_(log_rate), decay.log_dt.fill_(log_dt)
             set_form(layer, form, 4)
-            check_finite(layer, x)
+            check_finite(layer, x, unused=True)
             assert (decay(x, torch.zeros(2, HEADS, 9, DIM // HEADS)).log_decay <= 0).all()
 
 
@@ -130,6 +130,15 @@ def test_a_scalar_decay_holds_all_dimensions_of_a_head():
 
 
 @both
+@pytest.mark.parametrize("spectrum", ["s4d_real", "legs"])
+def test_padding_wherever_it_is(mixer, spectrum):
+    layer = make(mixer, spectrum=spectrum)
+    for form, size in SHORT_FORMS:
+        set_form(layer, form, size)
+        check_padding(layer, PADDED, None)
+
+
+@both
 def test_settings_of_any_attention_do(mixer):
     layer = make_mixer(mixer, DIM, HEADS, AttentionConfig(direction="forward"))
     assert (layer.config.spectrum, layer.config.decay_shape, layer.causal) == ("legs", "vector", True)
@@ -143,9 +152,9 @@ def test_what_does_not_go_together():
         ({"dt_min": 0.5}, "dt_min: 0.5 is above dt_max 0.1"),
         ({"spectrum": "hippo"}, "spectrum: 'hippo' is not a choice"),
     ):
-        refused(words, HippoAttention, DIM, HEADS, "lion_d_hippo", **settings)
+        invalid(words, HippoAttention, DIM, HEADS, "lion_d_hippo", **settings)
     message = "spectrum: 's4d_lin' rotates pairs of key dimensions, a head has 3 dimensions: use s4d_real"
-    refused(message, HippoAttention, 9, 3, "lion_d_hippo", spectrum="s4d_lin")
+    invalid(message, HippoAttention, 9, 3, "lion_d_hippo", spectrum="s4d_lin")
 
 
 @pytest.mark.parametrize("shape", ["vector", "scalar"])

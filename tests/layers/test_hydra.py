@@ -21,10 +21,10 @@ from .helpers import (
     check_finite,
     check_oracle,
     check_padding,
+    invalid,
     near,
     of_rows,
     perturbed,
-    refused,
     tokens,
     weights,
 )
@@ -151,15 +151,15 @@ def test_autocast_stays_near_float32(direction):
 def test_settings():
     single = {"mixer": "hydra", "dim": 8, "depth": 1, "num_heads": 2}
     other = "a setting of attention layers, which state space mixers do not have"
-    refused(f"feature_map: {other}", make_mixer, "hydra", DIM, HEADS, feature_map="relu")
-    refused("score_dropout is not available", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
-    refused(f"rotation: {other}", make_mixer, "hydra", DIM, HEADS, rotation="rope")
-    refused("expand", HydraAttention, DIM, HEADS, expand=0)
-    refused("conv_width: expected at least 1", HydraAttention, DIM, HEADS, conv_width=0)
-    refused("only 'forward' streams, this layer has 'both'", layer().initial_state, 2)
-    refused("'alternating' is for a model", HydraAttention, DIM, HEADS, direction="alternating")
+    invalid(f"feature_map: {other}", make_mixer, "hydra", DIM, HEADS, feature_map="relu")
+    invalid("score_dropout is not available", make_mixer, "hydra", DIM, HEADS, score_dropout=0.1)
+    invalid(f"rotation: {other}", make_mixer, "hydra", DIM, HEADS, rotation="rope")
+    invalid("expand", HydraAttention, DIM, HEADS, expand=0)
+    invalid("conv_width: expected at least 1", HydraAttention, DIM, HEADS, conv_width=0)
+    invalid("only 'forward' streams, this layer has 'both'", layer().initial_state, 2)
+    invalid("'alternating' is for a model", HydraAttention, DIM, HEADS, direction="alternating")
     message = "unknown key 'attention.stat': did you mean 'state'"
-    refused(message, build, EncoderConfig, {**single, "attention": {"stat": 4}}, source=str)
+    invalid(message, build, EncoderConfig, {**single, "attention": {"stat": 4}}, source=str)
     stored = {**to_dict(AttentionConfig()), "token_shift": None}  # by earlier versions
     assert build(EncoderConfig, {**single, "attention": stored}, source=str) == build(EncoderConfig, single, source=str)
     off = {"rotation": "none", "out_norm": "none", "qkv_bias": False, "scans": ("row_major",)}
@@ -169,7 +169,7 @@ def test_settings():
         == HydraAttention(DIM, HEADS).config
     )
     message = "attention.rotation: a setting of attention layers, which state space mixers do not have"
-    refused(message, build, EncoderConfig, {**single, "attention": {"rotation": "rope"}}, source=str)
+    invalid(message, build, EncoderConfig, {**single, "attention": {"rotation": "rope"}}, source=str)
     config = build(EncoderConfig, {**single, "attention": {"state": 4, "expand": 1}}, source=str)
     assert resolve_mixer("hydra", config.attention).conv_width == 7
     assert config.label() == "hydra expand 1, state 4" and not config.resolved().position_embedding

@@ -5,7 +5,7 @@ import torch
 from lion.layers.layout import Layout, grid_layout, valid_of
 from lion.layers.mixers import LionAttention
 
-from .helpers import refused
+from .helpers import invalid
 
 X = torch.randn(2, 6, 4)
 
@@ -54,9 +54,9 @@ def test_padding_is_cleaned_by_selection():
 
 
 def test_bad_masks_are_refused_once():
-    refused(r"valid: expected bool \(2, 6\)", Layout.of, X, torch.ones(2, 5, dtype=torch.bool))
+    invalid(r"valid: expected bool \(2, 6\)", Layout.of, X, torch.ones(2, 5, dtype=torch.bool))
     message = "segments: the tokens of a segment must be contiguous"
-    refused(message, Layout.of, X, segments=torch.tensor([[0, 1, 0, 1, 1, 1]] * 2))
+    invalid(message, Layout.of, X, segments=torch.tensor([[0, 1, 0, 1, 1, 1]] * 2))
 
 
 def test_a_grid_can_have_padding_too():
@@ -71,10 +71,10 @@ def test_the_layout_of_other_tokens_is_refused():
     for other in (x[:1], x[:, :4], torch.randn(3, 7, 12)):
         layout = Layout.of(other, valid=torch.ones(other.shape[:2], dtype=torch.bool))
         made = re.escape(f"valid {tuple(other.shape[:2])} is of other tokens, got x of shape (2, 7)")
-        refused(f"layout: {made}", layer, x, layout)
+        invalid(f"layout: {made}", layer, x, layout)
     for name, shape in {"coords": (2, 6), "special": (6,), "orders": (2, 6), "positions": (3, 7)}.items():
         message = f"layout: {name} {re.escape(str(shape))} is of other tokens"
-        refused(message, layer, x, Layout(**{name: torch.zeros(shape, dtype=torch.long)}))
+        invalid(message, layer, x, Layout(**{name: torch.zeros(shape, dtype=torch.long)}))
 
 
 def test_masks_without_positions_are_refused():
@@ -82,4 +82,4 @@ def test_masks_without_positions_are_refused():
     x = torch.randn(2, 7, 12)
     whole = Layout.of(x, segments=torch.zeros(2, 7, dtype=torch.long))
     for missing in ("valid", "positions"):
-        refused(r"need `valid` and `positions`, which Layout\.of", layer, x, whole._replace(**{missing: None}))
+        invalid(r"need `valid` and `positions`, which Layout\.of", layer, x, whole._replace(**{missing: None}))

@@ -18,8 +18,8 @@ from .helpers import (
     check_oracle,
     check_padding,
     close,
+    invalid,
     perturbed,
-    refused,
     tokens,
     weights,
 )
@@ -150,7 +150,7 @@ def test_what_does_not_go_together():
         ({"score_dropout": 0.1, "direction": "forward"}, "score_dropout is not available with mixer 'lightnet'"),
         ({"scans": ("row_snake", "column_snake")}, "scans: not available with mixer 'lightnet'"),
     ):
-        refused(words, LightNetAttention, DIM, HEADS, "lightnet", **settings)
+        invalid(words, LightNetAttention, DIM, HEADS, "lightnet", **settings)
 
 
 def test_settings_of_any_attention_do():
@@ -159,6 +159,6 @@ def test_settings_of_any_attention_do():
     layer = make_mixer("lightnet", DIM, HEADS, LightNetConfig(direction="forward", share=False))
     assert layer.decays[0].gate is not None and len(layer.initial_state(2).decay) == 2
     message = "decay_convention .*: mixer 'lightnet' has normalised keys, use"
-    refused(message, make_mixer, "lightnet", DIM, HEADS, direction="forward", decay_convention="source")
+    invalid(message, make_mixer, "lightnet", DIM, HEADS, direction="forward", decay_convention="source")
     x = torch.randn(2, 7, DIM)
     assert layer(x, grid_layout(3, 2)).shape == x.shape

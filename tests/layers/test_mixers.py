@@ -11,7 +11,7 @@ from lion.layers.mixers.base import set_form
 from lion.models.vit import ViT, ViTConfig
 from tests.ops.helpers import error
 
-from .helpers import DIM, DIRECTIONS, HEADS, check_finite, check_oracle, perturbed, refused, stream, tokens
+from .helpers import DIM, DIRECTIONS, HEADS, check_finite, check_oracle, invalid, perturbed, stream, tokens
 from .oracles import ORACLES, oracle
 
 FORMS = (("full", None), ("chunk", 16), ("chunk", 64), ("rnn", 1), ("rnn", 16))
@@ -102,7 +102,7 @@ def test_a_stream_loses_nothing_with_its_position():
 
 
 def test_alternating_is_of_models():
-    refused("direction: 'alternating' is for a model", LionAttention, DIM, HEADS, direction="alternating")
+    invalid("direction: 'alternating' is for a model", LionAttention, DIM, HEADS, direction="alternating")
 
 
 @with_each("direction", ["alternating", *DIRECTIONS])

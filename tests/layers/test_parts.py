@@ -17,7 +17,7 @@ from lion.layers.mixers.parts import Parts
 from lion.layers.mixers.registry import Entry
 from lion.layers.mixers.softmax import SoftmaxAttention
 
-from .helpers import PACKED, PADDED, check_padding, close, doubles, perturbed, refused
+from .helpers import PACKED, PADDED, check_padding, close, doubles, invalid, perturbed
 from .test_streams import check_padded_steps, check_steps
 
 ALL = Parts(
@@ -272,10 +272,10 @@ def test_a_gate_has_the_rank_of_its_publication():
 
 def test_parts_of_published_blocks_are_not_settings():
     """Check that a part that is set names what replaces it; stored recipes hold null for each."""
-    refused("token_shift: a part of published blocks", LionAttention, 12, 3, "rwkv6", token_shift=True)
+    invalid("token_shift: a part of published blocks", LionAttention, 12, 3, "rwkv6", token_shift=True)
     assert build(Holder, {"attention": {"token_shift": None}}, source=str).attention == AttentionConfig()
     message = "attention.token_shift: a part of published blocks"
-    refused(message, build, Holder, {"attention": {"token_shift": "true"}}, source=str)
+    invalid(message, build, Holder, {"attention": {"token_shift": "true"}}, source=str)
 
 
 @dataclass
@@ -293,4 +293,4 @@ def test_bad_parts():
         ("lion_s", {"score_dropout": float("nan")}, "score_dropout: expected a number, got nan"),
         ("lion_s", {"block": "publishd"}, "block: 'publishd' is not a choice, did you mean 'published'"),
     ):
-        refused(message, LionAttention, 12, 3, mixer, **settings)
+        invalid(message, LionAttention, 12, 3, mixer, **settings)

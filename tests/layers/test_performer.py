@@ -12,7 +12,7 @@ from lion.layers.mixers import LionAttention, set_form
 from lion.layers.mixers.performer import PerformerConfig, orthogonal_features
 from tests.ops.helpers import error
 
-from .helpers import DIM, DIRECTIONS, HEADS, refused, tokens
+from .helpers import DIM, DIRECTIONS, HEADS, invalid, tokens
 from .test_mixers import FORMS
 
 D = DIM // HEADS
@@ -89,9 +89,9 @@ def test_settings():
     for wrong in ({"feature_map": "elu1"}, {"rotation": "rope"}, {"normalize": "none"}, {"decay_convention": "source"}):
         name, value = next(iter(wrong.items()))
         message = f"{name} '{value}': mixer 'performer' has random features, use"
-        refused(message, LionAttention, DIM, HEADS, "performer", **wrong)
-    refused("features", LionAttention, DIM, HEADS, "performer", features=0)
-    refused("score_dropout is not available", LionAttention, DIM, HEADS, "performer", score_dropout=0.1)
+        invalid(message, LionAttention, DIM, HEADS, "performer", **wrong)
+    invalid("features", LionAttention, DIM, HEADS, "performer", features=0)
+    invalid("score_dropout is not available", LionAttention, DIM, HEADS, "performer", score_dropout=0.1)
 
 
 def test_features_in_half_precision_are_drawn_in_float32():

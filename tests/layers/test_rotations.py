@@ -9,7 +9,7 @@ from lion.layers.optim_factors import optim_factors
 from lion.layers.rotations import ROTATIONS, LearnedLrpe, Lrpe, Rope
 from lion.ops import rope_frequencies, rotary_angles
 
-from .helpers import close, doubles, refused
+from .helpers import close, doubles, invalid
 
 LRPE = [name for name, kind in ROTATIONS.items() if issubclass(kind, Lrpe)]
 CUBE = Layout(coords=torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(4)).mT)  # patches of a volume
@@ -87,7 +87,7 @@ def test_scores_depend_on_differences_of_places_alone(mixer, rotation):
 def test_row_sums_do_not_go_with_it(rotation):
     for mixer, normalize in (("lion_s", None), ("lion_s", "pre"), ("linear_transformer", None), ("xlstm", None)):
         message = rf"rotation '{rotation}' does not go with row sums \(normalize '\w+'\); use"
-        refused(message, resolve_mixer, mixer, AttentionConfig(rotation=rotation, normalize=normalize))
+        invalid(message, resolve_mixer, mixer, AttentionConfig(rotation=rotation, normalize=normalize))
     assert resolve_mixer("lion_s", AttentionConfig(rotation=rotation, normalize="none")).rotation == rotation
     assert resolve_mixer("lion_s", AttentionConfig(rotation="rope")).normalize == "sum"
     for mixer in LINEAR:  # no mixer may have conflicting conventions
@@ -95,9 +95,9 @@ def test_row_sums_do_not_go_with_it(rotation):
 
 
 def test_more_axes_than_pairs():
-    refused("rotation: head dimension 4 has 2 pairs, the grid has 3 axes", Lrpe(3, 4), X, CUBE)
+    invalid("rotation: head dimension 4 has 2 pairs, the grid has 3 axes", Lrpe(3, 4), X, CUBE)
     message = "rotation needs pairs, got an odd head dimension 3"
-    refused(message, make_mixer, SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
+    invalid(message, make_mixer, SOFTMAX, 12, 4, AttentionConfig(rotation="lrpe"))
 
 
 def test_learned_angles_learn_and_are_not_decayed():

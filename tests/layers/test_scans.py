@@ -10,7 +10,7 @@ from lion.ops import SCAN_MERGES
 from tests.ops import test_multiscan
 from tests.ops.helpers import Inputs
 
-from .helpers import close, doubles, refused
+from .helpers import close, doubles, invalid
 from .oracle_parts import shifted
 
 SNAKES = ("row_snake", "column_snake")
@@ -100,7 +100,7 @@ def test_one_scan_in_another_order():
 def test_other_mixers_have_one_scan():
     for mixer in (SOFTMAX, *LINEAR):
         if mixer not in ("lion_d", "lion_s", "lion_s_vector"):
-            refused(f"scans: not available with mixer '{mixer}'", resolve_mixer, mixer, AttentionConfig(scans=SNAKES))
+            invalid(f"scans: not available with mixer '{mixer}'", resolve_mixer, mixer, AttentionConfig(scans=SNAKES))
 
 
 def test_bad_scans():
@@ -110,13 +110,13 @@ def test_bad_scans():
     unordered = "layout: scans row_snake, column_snake need the orders"
     packed = grid_layout(3, 3, SNAKES).masked(x, segments=torch.zeros(1, 10, dtype=torch.long))
     unknown, stream = "scans: unknown scan 'snake', did you mean 'row_snake'", "scans: a stream has one order"
-    refused(unknown, resolve_mixer, "lion_s", AttentionConfig(scans=("snake",)))
-    refused("scans: expected at least one", resolve_mixer, "lion_s", AttentionConfig(scans=()))
-    refused(unknown, grid_layout, 3, 3, ("snake",))
-    refused("expected 'row_major' with 2 patches before the special", grid_layout, 3, 3, SNAKES, before=2)
-    refused(unordered, layer, x, Layout())
-    refused(unordered, layer, x, grid_layout(3, 3))
-    refused(unordered, layer, x, grid_layout(3, 3, ("row_snake",)))
-    refused("segments: several scans", layer, x, packed)
-    refused(stream, causal.prefill, x)
-    refused(stream, causal.step, x, causal.initial_state(1))
+    invalid(unknown, resolve_mixer, "lion_s", AttentionConfig(scans=("snake",)))
+    invalid("scans: expected at least one", resolve_mixer, "lion_s", AttentionConfig(scans=()))
+    invalid(unknown, grid_layout, 3, 3, ("snake",))
+    invalid("expected 'row_major' with 2 patches before the special", grid_layout, 3, 3, SNAKES, before=2)
+    invalid(unordered, layer, x, Layout())
+    invalid(unordered, layer, x, grid_layout(3, 3))
+    invalid(unordered, layer, x, grid_layout(3, 3, ("row_snake",)))
+    invalid("segments: several scans", layer, x, packed)
+    invalid(stream, causal.prefill, x)
+    invalid(stream, causal.step, x, causal.initial_state(1))

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from lion.layers.convolution import ShortConvolution
 from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, make_mixer
+from lion.layers.mixers.linear import LinearState
 from lion.layers.tpe import TPE
 
 from .helpers import DIM, near, perturbed, saved, stream
@@ -51,18 +52,27 @@ def check_steps(module, grows: bool = False, narrow: float = 2e-5) -> None:
     """Check steps, prompts with steps, and what a state is: a value of one size (unless it grows) that can be saved."""
     x = tokens(20)
     whole = module(x)
+
+    def check_outputs(y: torch.Tensor, tolerance: float) -> None:  # the later tokens are larger
+        near(y[:, :10], whole[:, :10], tolerance)
+        near(y[:, 10:], whole[:, 10:], tolerance)
+
     for own, tolerance in ((module, 1e-11), (copy.deepcopy(module).float(), narrow)):
         given = x.to(next(own.parameters()).dtype)
         for pieces in ([1] * 20, [3, 1, 9, 7], [20]):
-            near(stream(own, given, pieces)[0], whole, tolerance)
+            check_outputs(stream(own, given, pieces)[0], tolerance)
         for prompt in (1, 7, 16):
             y, state = own.prefill(given[:, :prompt])
             rest, last = own.step(given[:, prompt:], state)
-            near(torch.cat([y, rest], 1), whole, tolerance)
-            for same in (saved(state), state):  # unchanged by the step above
+            check_outputs(torch.cat([y, rest], 1), tolerance)
+            one, after = own.step(given[:, prompt : prompt + 1], state)
+            for same in (saved(state), state):  # unchanged by the steps above
                 assert torch.equal(own.step(given[:, prompt:], same)[0], rest)
+                again, after_again = own.step(given[:, prompt : prompt + 1], same)
+                assert torch.equal(again, one)
+                assert all(map(torch.equal, tree_leaves(after_again), tree_leaves(after)))
             masked = own.prefill(given, Layout.of(given, torch.ones(2, 20, dtype=torch.bool)))[1]
-            for held in () if grows else (state, last, masked):
+            for held in () if grows else (state, last, after, masked):
                 check_size(held, own.initial_state(2))
 
 
@@ -72,14 +82,20 @@ def check_size(state, empty) -> None:
         assert part.untyped_storage().nbytes() == part.nbytes  # not a view, which would keep the prompt in memory
 
 
-def check_padded_steps(module, hole: float = torch.nan) -> None:
-    """Check padding at no side, left, right, both and between tokens, and a row of padding alone."""
-    x = tokens(14, batch=3)
-    valid = torch.ones(3, 10, dtype=torch.bool)
+def check_padded_steps(module, hole: float = torch.nan) -> torch.Tensor:
+    """Check padding between tokens, at both sides, left and right, and a row of padding alone.
+
+    Returns:
+        The outputs of the prompt at padding.
+    """
+    x = tokens(14, batch=5)
+    valid = torch.ones(5, 10, dtype=torch.bool)
     valid[0, 2:5] = False
     valid[1, :4] = False
     valid[1, 8:] = False
     valid[2] = False
+    valid[3, :6] = False
+    valid[4, 7:] = False
     given = x[:, :10]
     new = x[:, 10:]
     given[~valid] = hole
@@ -87,10 +103,13 @@ def check_padded_steps(module, hole: float = torch.nan) -> None:
     stepped = stream(module, given, [1, 3, 6], valid=valid)
     for y, state in (prefilled, stepped):
         assert y.isfinite().all()
+        if isinstance(state, LinearState):
+            assert state.position.tolist() == valid.sum(1).tolist()
         rest, _ = module.step(new, state)
         for row, kept in enumerate(valid):
             alone = module(torch.cat([given[row, kept], new[row]])[None])[0]
             near(torch.cat([y[row, kept], rest[row]]), alone)
+    return prefilled[0][~valid]
 
 
 @every_module
@@ -102,7 +121,20 @@ def test_steps_are_the_whole_sequence(name):
 @every_module
 @torch.no_grad()
 def test_padding_is_skipped_wherever_it_is(name):
-    check_padded_steps(make(name), 0 if "convolution" in name else torch.nan)  # a mixer cleans these tokens
+    module = make(name)
+    y = check_padded_steps(module, 0 if "convolution" in name else torch.nan)  # a mixer cleans these tokens
+    if name in LINEAR:
+        assert torch.equal(y, module.proj.bias.expand_as(y))  # 0 before the projection
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_an_empty_state_holds_a_matrix_of_keys_and_values(name):
+    module = make(name)
+    state = module.initial_state(2)
+    keys = module.count if name == "performer" else DIM // 3
+    assert state.S.shape == (2, 3, keys, DIM // 3)
+    assert len(state.decay) == (1 if name in ("lightnet", "performer") else 0)
+    assert not any(part.any() for part in (state.S, state.z, state.position))
 
 
 @every_module

@@ -9,7 +9,7 @@ from lion.layers.layout import Layout, grid_layout
 from lion.layers.optim_factors import optim_factors
 from lion.layers.tpe import CHUNK, TPE
 
-from .helpers import MASKS, check_finite, check_padding, close, refused
+from .helpers import MASKS, check_finite, check_padding, close, invalid
 
 
 def tpe(dim=3, states=4, grid=None) -> TPE:
@@ -191,18 +191,18 @@ def test_coordinates_that_do_not_fit():
         (coords.where(coords != 1, -1), r"coords \(0, -1\) do not fit a grid of 2 x 3: outside"),
         (coords.where(coords != 2, 1), r"coords \(0, 1\) do not fit a grid of 2 x 3: two tokens at one position"),
     ):
-        refused(message, tpe(grid=(2, 3)), x, Layout(coords=changed))
+        invalid(message, tpe(grid=(2, 3)), x, Layout(coords=changed))
 
 
 def test_what_is_wrong_is_named():
     module = tpe(grid=(2, 3))
     x = tokens(1, 7, 3)
     packed = grid_layout(2, 3).masked(x, segments=torch.zeros(1, 7, dtype=torch.long))
-    refused("tpe: these tokens have coordinates on a grid", tpe(), x, grid_layout(2, 3))
-    refused("segments: a grid has one sample per row", module, x, packed)
-    refused("tpe: a grid is processed as a whole", module.prefill, x)
-    refused("tpe: a grid is processed as a whole", module.step, x, module.initial_state(1))
-    refused(r"x: expected tokens \(B, L >= 1, dim\), got shape \(2, 0, 4\)", TPE(4, 4), torch.zeros(2, 0, 4))
+    invalid("tpe: these tokens have coordinates on a grid", tpe(), x, grid_layout(2, 3))
+    invalid("segments: a grid has one sample per row", module, x, packed)
+    invalid("tpe: a grid is processed as a whole", module.prefill, x)
+    invalid("tpe: a grid is processed as a whole", module.step, x, module.initial_state(1))
+    invalid(r"x: expected tokens \(B, L >= 1, dim\), got shape \(2, 0, 4\)", TPE(4, 4), torch.zeros(2, 0, 4))
 
 
 def test_packed_sequences_without_data():

@@ -18,10 +18,10 @@ from .helpers import (
     check_finite,
     check_oracle,
     check_padding,
+    invalid,
     near,
     of_rows,
     perturbed,
-    refused,
     tokens,
 )
 from .oracle_parts import silu
@@ -160,7 +160,7 @@ def test_the_start_is_the_published_one():
 
 def test_settings_of_other_mixers_are_refused():
     other = "a setting of attention layers, which state space mixers do not have"
-    refused(other, VimMixer, DIM, 3, scans=("row_snake",))
-    refused("form 'full' is not available with mixer 'vim', which has chunk, rnn", VimMixer, DIM, 3, form="full")
-    refused("form: VimMixer has only chunk, rnn, got 'full'", set_form, VimMixer(DIM, 3), "full")
+    invalid(other, VimMixer, DIM, 3, scans=("row_snake",))
+    invalid("form 'full' is not available with mixer 'vim', which has chunk, rnn", VimMixer, DIM, 3, form="full")
+    invalid("form: VimMixer has only chunk, rnn, got 'full'", set_form, VimMixer(DIM, 3), "full")
     assert make_mixer(VIM, DIM, 3, AttentionConfig()).config == resolve_mixer(VIM, VimMixer.Config())

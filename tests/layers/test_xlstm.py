@@ -17,7 +17,7 @@ from .helpers import (
     check_finite,
     check_oracle,
     check_padding,
-    refused,
+    invalid,
     tokens,
 )
 from .oracles import oracle
@@ -83,5 +83,5 @@ def test_settings():
     assert XLSTMConfig(input_gate="exp").label() == "exponential input gate" and not XLSTMConfig().label()
     for wrong in ({"normalize": "none"}, {"decay_convention": "source"}, {"score_dropout": 0.1}):
         message = f"{next(iter(wrong))}: input_gate 'exp' takes"
-        refused(message, LionAttention, DIM, HEADS, "xlstm", input_gate="exp", **wrong)
-    refused("input_gate", LionAttention, DIM, HEADS, "xlstm", input_gate="softmax")
+        invalid(message, LionAttention, DIM, HEADS, "xlstm", input_gate="exp", **wrong)
+    invalid("input_gate", LionAttention, DIM, HEADS, "xlstm", input_gate="softmax")

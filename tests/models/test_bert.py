@@ -11,7 +11,7 @@ from lion.layers.mixers import LINEAR, NONE, SOFTMAX, Attention, AttentionConfig
 from lion.layers.mixers.base import forms_of, set_form
 from lion.models.bert import Bert, BertClassifier, BertClassifierConfig, BertConfig
 from lion.recipe import build
-from tests.layers.helpers import close, doubles, refused
+from tests.layers.helpers import close, doubles, invalid
 from tests.models.helpers import adapted
 
 VOCABULARY = 40
@@ -133,11 +133,11 @@ def test_initialisation():
 def test_what_is_wrong_is_named():
     short, long = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 33, dtype=torch.long)
     scanned = {"mixer": "lion_s", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"scans": ["row_snake"]}}
-    refused(r"data.length: 33 tokens, but model.max_positions allows only 32", bert, length=33)
-    refused(r"^length: expected at least 1, got 0$", bert, length=0)
-    refused("tokens: 33 in one row, this model has only 32 position embeddings", bert(), long)
-    refused("no embeddings of token types", bert(), short, types=short)
-    refused("model.attention.scans: text has one order", build, BertConfig, scanned, source=str, key="model")
+    invalid(r"data.length: 33 tokens, but model.max_positions allows only 32", bert, length=33)
+    invalid(r"^length: expected at least 1, got 0$", bert, length=0)
+    invalid("tokens: 33 in one row, this model has only 32 position embeddings", bert(), long)
+    invalid("no embeddings of token types", bert(), short, types=short)
+    invalid("model.attention.scans: text has one order", build, BertConfig, scanned, source=str, key="model")
     longer = torch.zeros(1, 40, dtype=torch.long)
     assert bert("lion_s", length=33)(longer).shape == (1, 40, VOCABULARY)
 
@@ -158,10 +158,10 @@ def test_a_classifier_of_the_first_token_needs_it_first_and_both_directions():
     model = BertClassifier(config, vocabulary=VOCABULARY, length=9, outputs=3)
     tokens, valid = torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.bool)
     valid[1, 0] = False
-    refused(r"segments: the first token of a row, \[CLS\], is read", model, tokens, valid)
+    invalid(r"segments: the first token of a row, \[CLS\], is read", model, tokens, valid)
     assert model(tokens, valid.flip(1)).shape == (2, 3)
     config.attention.direction = "forward"
-    refused(r"'forward': the first token, \[CLS\], is read and would see no other", config.resolved)
+    invalid(r"'forward': the first token, \[CLS\], is read and would see no other", config.resolved)
 
 
 @torch.inference_mode()

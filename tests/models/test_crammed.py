@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lion.layers.positions import ScaledSinusoidal
 from lion.models.bert import Bert, BertConfig
 from lion.trainer.optim import factors
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 
 SHAPE = {"block": "pre_norm", "mlp": "glu_gelu", "mlp_ratio": 2, "bias": False, "head_transform": False}
 SHAPE |= {"position_kind": "scaled_sinusoidal"}
@@ -71,7 +71,7 @@ def test_positions_begin_anew_with_each_document():
     packed = model(tokens, torch.tensor([[-1, 0, 0, 0, 0, 1, 1, 1, -1]]))
     close(packed[:, 1:5], model(tokens[:, 1:5]), 1e-10)
     close(packed[:, 5:8], model(tokens[:, 5:8]), 1e-10)
-    refused("33 in one row, this model has only 32 position embeddings", model, torch.zeros(1, 33, dtype=torch.long))
+    invalid("33 in one row, this model has only 32 position embeddings", model, torch.zeros(1, 33, dtype=torch.long))
 
 
 def test_waves_of_half_precision_are_those_of_float32_rounded():

@@ -8,7 +8,7 @@ from lion.layers.mixers import SOFTMAX, AttentionConfig
 from lion.models.dit import DiT, DiTConfig, position_embedding
 from lion.models.gpt import GPTConfig
 from lion.models.vit import ViTConfig
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.models.helpers import check_forms
 
 CLASSES = ("ant", "bee", "cow")
@@ -114,13 +114,13 @@ def test_several_scans_visit_the_patches_alone():
 
 def test_what_does_not_fit_is_refused():
     alone = "block: 'adaln_zero' is conditioned on a class and a time, which only model 'dit' has"
-    refused(r"model\.patch_size: 3 does not divide image height 8, nearest: 2", dit, patch_size=3)
-    refused("patch_size must be at least 1", dit, patch_size=0)
-    refused("norm: 'batchnorm'", dit, norm="batchnorm")
-    refused(r"x: expected \(B, 3, 8, 8\), got \(2, 1, 8, 8\)", dit(), *asked(channels=1))
-    refused("multiple of 4, got 6", DiTConfig, SOFTMAX, 6, 1, 2)
-    refused(alone, ViTConfig, "lion_s", 12, 1, 3, block="adaln_zero")
-    refused(alone, GPTConfig, "lion_s", 12, 1, 3, block="adaln_zero")
+    invalid(r"model\.patch_size: 3 does not divide image height 8, nearest: 2", dit, patch_size=3)
+    invalid("patch_size must be at least 1", dit, patch_size=0)
+    invalid("norm: 'batchnorm'", dit, norm="batchnorm")
+    invalid(r"x: expected \(B, 3, 8, 8\), got \(2, 1, 8, 8\)", dit(), *asked(channels=1))
+    invalid("multiple of 4, got 6", DiTConfig, SOFTMAX, 6, 1, 2)
+    invalid(alone, ViTConfig, "lion_s", 12, 1, 3, block="adaln_zero")
+    invalid(alone, GPTConfig, "lion_s", 12, 1, 3, block="adaln_zero")
 
 
 @torch.no_grad()

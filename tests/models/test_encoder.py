@@ -17,7 +17,7 @@ from lion.layers.norms import NORMS
 from lion.layers.rotations import Rope
 from lion.models.encoder import Encoder, EncoderConfig
 from lion.models.vit import ViT, ViTConfig
-from tests.layers.helpers import close, doubles, refused, saved
+from tests.layers.helpers import close, doubles, invalid, saved
 
 CAUSAL = AttentionConfig(direction="forward")
 
@@ -87,10 +87,10 @@ def test_what_sees_later_tokens_does_not_stream():
     for mixer in (SOFTMAX, "lion_s"):
         model = encoder(mixer, AttentionConfig())
         assert not model.causal
-        refused("only 'forward' streams", model.prefill, doubles(1, 4, 12))
+        invalid("only 'forward' streams", model.prefill, doubles(1, 4, 12))
     vit = ViT(ViTConfig("lion_s", 12, 1, 3, patch_size=2), image_size=(4, 4), channels=1, num_classes=2)
     assert not vit.streams
-    refused("ViT does not stream", vit.prefill, torch.zeros(1, 1, 4, 4))
+    invalid("ViT does not stream", vit.prefill, torch.zeros(1, 1, 4, 4))
 
 
 @pytest.mark.parametrize("mixer", [SOFTMAX, "lion_s"])
@@ -195,11 +195,11 @@ def test_a_mixer_may_have_settings_of_its_own(monkeypatch):
     values = {"mixer": "wide", "dim": 12, "depth": 1, "num_heads": 3, "attention": {"reach": 5}}
     config = build(OfWide, values, source=str)
     assert config.attention.reach == 5 and config.resolved().attention.feature_map == "silu_shifted"
-    refused(r"attention\.reach: expected at least 1", build, OfWide, {**values, "attention": {"reach": 0}}, source=str)
+    invalid(r"attention\.reach: expected at least 1", build, OfWide, {**values, "attention": {"reach": 0}}, source=str)
     message = r"unknown key .model\.attention\.reach|unknown key .attention\.reach"
-    refused(message, build, OfWide, {**values, "mixer": "lion_s"}, source=str)
+    invalid(message, build, OfWide, {**values, "mixer": "lion_s"}, source=str)
 
 
 def test_a_stream_has_one_state_for_each_block():
     model, x = encoder("lion_s"), doubles(1, 8, 12)
-    refused("state: expected 3 states of blocks, got 1", model.step, x, model.prefill(x)[1][:1])
+    invalid("state: expected 3 states of blocks, got 1", model.step, x, model.prefill(x)[1][:1])

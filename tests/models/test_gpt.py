@@ -13,7 +13,7 @@ from lion.layers.mixers import MIXERS, SOFTMAX, AttentionConfig, make_mixer
 from lion.layers.mixers.softmax import reserve
 from lion.layers.norms import NORMS
 from lion.models.gpt import GPT, CausalAttentionConfig, GPTConfig
-from tests.layers.helpers import close, refused, saved
+from tests.layers.helpers import close, invalid, saved
 
 TOKENS, SIZES, SNAKES = 11, ("lion_s", 12, 1, 3), ("row_snake", "column_snake")
 # every mixer, and two mixers after MD-TPE
@@ -70,13 +70,13 @@ def test_no_token_sees_a_later_one(mixer, tpe):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("place", ["norm", "out_norm"])
 def test_no_norm_shows_later_tokens_in_training(norm, place):
-    """Check that every entry of `NORMS` is causal or refused, as norm of the blocks and of the heads."""
+    """Check that every entry of `NORMS` is causal or invalid, as norm of the blocks and of the heads."""
 
     def settings(name):
         return {"norm": name} if place == "norm" else {"attention": CausalAttentionConfig(out_norm=name)}
 
     if getattr(NORMS[norm], "over_tokens", False):
-        refused(f"{place}: '{norm}' .* later tokens; use 'layernorm' or 'rmsnorm'", gpt, "lion_s", **settings(norm))
+        invalid(f"{place}: '{norm}' .* later tokens; use 'layernorm' or 'rmsnorm'", gpt, "lion_s", **settings(norm))
         return
     model, tokens = gpt("lion_s", **settings(norm)).train(), ids(2, 12)
     close(model(tokens)[:, :7], model(changed_from(7, tokens))[:, :7], 1e-12)
@@ -85,7 +85,7 @@ def test_no_norm_shows_later_tokens_in_training(norm, place):
 def test_a_layer_with_a_norm_over_tokens_does_not_stream():
     layer = make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward", out_norm="batchnorm"))
     assert not layer.causal and make_mixer("lion_s", 12, 2, AttentionConfig(direction="forward")).causal
-    refused("out_norm: 'batchnorm'", layer.prefill, torch.randn(1, 3, 12))
+    invalid("out_norm: 'batchnorm'", layer.prefill, torch.randn(1, 3, 12))
 
 
 @STREAMS
@@ -153,14 +153,14 @@ def test_a_shorter_model_takes_the_first_positions():
 
 
 def test_what_is_wrong_is_named():
-    refused("tokens: 25 in one row, this model has only 24 position embeddings", gpt(), ids(1, 25))
-    refused("tokens: expected integers", gpt().prefill, torch.arange(5))
-    refused("tokens: 25 in one row", gpt().prefill, ids(1, 25))
-    refused(r"attention.*'both' is not a choice", gpt, attention=CausalAttentionConfig(direction="both"))
-    refused(r"attention.scans: text has one order", gpt, "lion_s", attention=CausalAttentionConfig(scans=SNAKES))
-    refused("^vocabulary: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=0, length=4)
-    refused("^length: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=3, length=0)
-    refused("count: expected at least 0, got -1", reserve, gpt().initial_state(2), -1)
+    invalid("tokens: 25 in one row, this model has only 24 position embeddings", gpt(), ids(1, 25))
+    invalid("tokens: expected integers", gpt().prefill, torch.arange(5))
+    invalid("tokens: 25 in one row", gpt().prefill, ids(1, 25))
+    invalid(r"attention.*'both' is not a choice", gpt, attention=CausalAttentionConfig(direction="both"))
+    invalid(r"attention.scans: text has one order", gpt, "lion_s", attention=CausalAttentionConfig(scans=SNAKES))
+    invalid("^vocabulary: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=0, length=4)
+    invalid("^length: expected at least 1, got 0$", GPT, GPTConfig(*SIZES), vocabulary=3, length=0)
+    invalid("count: expected at least 0, got -1", reserve, gpt().initial_state(2), -1)
     assert gpt("lion_s")(ids(1, 25)).shape == (1, 25, TOKENS)
 
 

@@ -14,7 +14,7 @@ from lion.layers.optim_factors import optim_factors
 from lion.models.lra import LRA, LRAConfig, LRAMasked, LRAMaskedConfig
 from lion.trainer.compilation import compile_blocks
 from lion.trainer.optim import OptimConfig, make_optimizer
-from tests.layers.helpers import close, doubles, refused
+from tests.layers.helpers import close, doubles, invalid
 from tests.models.helpers import adapted, check_forms
 
 DIM, HEADS, VOCABULARY, LENGTH = 16, 2, 11, 40
@@ -153,7 +153,7 @@ def test_a_window_takes_padding_behind_the_tokens_alone():
     close(made(tokens, segments >= 0), want)
     packed = torch.where(torch.arange(LENGTH) < 20, 0, 1).expand_as(segments)
     for wrong in (packed, segments.flip(1), segments.flip(1) >= 0):
-        refused("segments: with a window, a row is one document, with padding behind it", made, tokens, wrong)
+        invalid("segments: with a window, a row is one document, with padding behind it", made, tokens, wrong)
 
 
 def test_activations_are_those_of_s5():
@@ -247,16 +247,16 @@ def test_labels_distinguish_rows():
 def test_what_is_wrong_is_named():
     single, pairs = model(), model(parts=2)
     shape, ids = r"inputs: expected \(B, .*L\), got", torch.zeros(1, 81, dtype=torch.long)
-    refused("mlp: 'half_glu1' belongs to block 's5', 'pre_norm' takes mlp, mlp", config, block="pre_norm")
-    refused("attention.scans: a sequence has one order", config, "lion_s", {"scans": ("row_snake",)})
-    refused(r"tokens: expected integers \(B, L\) or embeddings .* got float32", single.encode, torch.rand(2, 12))
-    refused("tokens: 81 in one row, this model has only 80 position embeddings", model("softmax"), ids)
-    refused("hidden: only model 'lra_masked' takes masked inputs", single.encode, ids, hidden=ids > 0)
+    invalid("mlp: 'half_glu1' belongs to block 's5', 'pre_norm' takes mlp, mlp", config, block="pre_norm")
+    invalid("attention.scans: a sequence has one order", config, "lion_s", {"scans": ("row_snake",)})
+    invalid(r"tokens: expected integers \(B, L\) or embeddings .* got float32", single.encode, torch.rand(2, 12))
+    invalid("tokens: 81 in one row, this model has only 80 position embeddings", model("softmax"), ids)
+    invalid("hidden: only model 'lra_masked' takes masked inputs", single.encode, ids, hidden=ids > 0)
     for made, size in ((pairs, (4, 9)), (pairs, (4, 3, 9)), (single, (4, 2, 9)), (single, (9,))):
-        refused(shape, made, torch.zeros(size).long())
+        invalid(shape, made, torch.zeros(size).long())
     for name, value in (("parts", 3), ("parts", 0), ("std", 0.0), ("length", 0), ("vocabulary", 0)):
-        refused(f"^{name}: expected", LRA, config(), **{"classes": 2, "length": LENGTH, name: value})
-    refused("window: expected at least 1, got 0", build, LRAConfig, {**SHAPE, "window": 0}, source=str)
+        invalid(f"^{name}: expected", LRA, config(), **{"classes": 2, "length": LENGTH, name: value})
+    invalid("window: expected at least 1, got 0", build, LRAConfig, {**SHAPE, "window": 0}, source=str)
 
 
 def test_hidden_inputs_are_not_seen():

@@ -9,7 +9,7 @@ from lion.layers.mixers.lightnet import LightNetConfig
 from lion.layers.mixers.state_space import StateSpaceConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.ops import SCAN_MERGES
-from tests.layers.helpers import close, doubles, refused
+from tests.layers.helpers import close, doubles, invalid
 from tests.models.helpers import adapted, check_forms
 
 
@@ -66,7 +66,7 @@ def test_cls_is_not_read_where_it_sees_no_patch():
         attention = AttentionConfig(direction=direction)
         assert ViTConfig(mixer, 12, depth, 3, attention=attention).resolved().readout == "mean"
         message = "readout 'cls' sees no patch, because cls is first and all layers go for"
-        refused(message, ViTConfig, mixer, 12, depth, 3, attention=attention, readout="cls")
+        invalid(message, ViTConfig, mixer, 12, depth, 3, attention=attention, readout="cls")
     again = AttentionConfig(direction="alternating")
     assert ViTConfig("lion_s", 12, 2, 3, attention=again, readout="cls").readout == "cls"
 
@@ -150,7 +150,7 @@ def test_other_images_are_refused():
         ((2, 3, 8, 8), "int64"),
     ):
         got = re.escape(f"expected (B, 3, 8, 8), uint8 or normalised floating point, got {shape}, {dtype}")
-        refused(got, vit(), torch.zeros(shape, dtype=getattr(torch, dtype)))
+        invalid(got, vit(), torch.zeros(shape, dtype=getattr(torch, dtype)))
 
 
 def test_what_does_not_fit_is_refused():
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused():
         (middle, {"cls_place": "middle", "attention": AttentionConfig(**SNAKES)}),
         (r"std: expected one number per channel, 3, got \[0.2, 0.3\]", {"known": {"std": [0.2, 0.3]}}),
     ):
-        refused(message, vit, **settings)
+        invalid(message, vit, **settings)
 
 
 def test_positions_are_interpolated_to_another_grid():

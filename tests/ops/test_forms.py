@@ -159,8 +159,11 @@ def test_any_chunk_size(direction, decay):
 @pytest.mark.parametrize("length", (64, 65, 66, 127, 128, 130))
 def test_chunk_counts_around_the_limit_of_one_level(length):
     """Check chunk counts around 2 * GROUP, the limit of one mixing matrix; one chunk is one token."""
-    inputs = make("S", length, batch=1, heads=1)
-    check_outputs(inputs, {"chunk 1": dict(form="chunk", chunk_size=1)})
+    form = {"chunk 1": dict(form="chunk", chunk_size=1)}
+    check_outputs(make("S", length, batch=1, heads=1), form)
+    if length == 130:
+        for decay in ("S", "vector"):
+            check_gradients(make(decay, length, batch=1, heads=1), form)
 
 
 @pytest.mark.parametrize("decay, how", grid(DECAYS, **MASK))

@@ -50,7 +50,7 @@ def test_outputs_and_gradients(decay, vectors, direction, undecayed_erase):
     for length in (1, 2, 9):
         some = inputs(decay, length, f"{vectors}, angles BHL")
         assert_close(some.on(reference_attention, **how), oracle_attention(some, **how), 1e-12, f"L={length}")
-    for length, shape in ((1, {}), (2, {}), (33, dict(dim=8, value_dim=3))):
+    for length, shape in ((1, {}), (2, {}), (33, dict(dim=8, value_dim=3)), (65, {})):
         some = inputs(decay, length, f"{vectors}, angles BHL", batch=1, heads=2, **shape)
         check_gradients(some, FORMS, **how)
 

@@ -11,9 +11,9 @@ from lion.samples.seeds import place_keys
 from lion.tasks.diffusion import Diffusion, DiffusionConfig, scaled, to_bytes
 from tests import helpers
 from tests.helpers import here, pictures, state_of, tiny_recipe
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.tasks.helpers import rows_of
-from tests.trainer.helpers import same, train
+from tests.trainer.helpers import are_same, train
 
 INFO = ImageInfo((4, 4), 1, ("a", "b", "c"), (0.5,), (0.5,))
 LATENTS = ImageInfo((4, 4), 4, ("a", "b", "c"), (0.0,) * 4, (1.0,) * 4)
@@ -115,7 +115,7 @@ def test_fresh_noise_keeps_the_distribution():
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
-    refused(message, call)
+    invalid(message, call)
 
 
 def denoised(eta):
@@ -130,7 +130,7 @@ def test_guidance_needs_dropped_labels():
         assert t.generate(model, classes, keys(2), steps=1, guidance=only).isfinite().all()
         with pytest.raises(ValueError, match=f"^guidance: task.label_dropout={dropout} allows only {only}, got 1.5"):
             t.generate(model, classes, keys(2), steps=1, guidance=1.5)
-        refused(
+        invalid(
             f"^shown_guidance: task.label_dropout={dropout} allows only {only}", DiffusionConfig, label_dropout=dropout
         )
         DiffusionConfig(label_dropout=dropout, shown=0)
@@ -291,8 +291,8 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe, tmp_path):
     straight = train(recipe, tmp_path / "a")
     train(recipe, tmp_path / "b", stop_at=4)
     resumed = train(recipe, tmp_path / "b")
-    assert same(straight.model, resumed.model)
-    assert same(straight.ema, resumed.ema)
+    assert are_same(straight.model, resumed.model)
+    assert are_same(straight.ema, resumed.ema)
     assert state_of(tmp_path / "a", "best")["best"] == state_of(tmp_path / "b", "best")["best"]
 
 

@@ -18,7 +18,7 @@ from lion.layers.layout import Layout
 from lion.layers.mixers import LINEAR, set_form
 from lion.timm.layers import TimmAttention
 from tests.helpers import ROOT
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
@@ -106,7 +106,7 @@ REFUSED = [
 def test_a_mask_that_linear_attention_cannot_express_is_refused():
     theirs, _, x = layers("lion_s")
     for mask, message in REFUSED:
-        refused(re.escape(message), theirs, x, attn_mask=mask)
+        invalid(re.escape(message), theirs, x, attn_mask=mask)
 
 
 def test_bad_arguments_are_refused():
@@ -121,14 +121,14 @@ def test_bad_arguments_are_refused():
         "score_dropout: timm passes it to the layer, as attn_drop": lambda: room.attention("gla", score_dropout=0.1),
         "score_dropout is not available": lambda: room.attention("deltanet")(DIM, HEADS, attn_drop=0.1),
     }.items():
-        refused(re.escape(message), made)
+        invalid(re.escape(message), made)
     x = torch.randn(1, LENGTH, DIM)
     for message, settings in {
         "is_causal: not available with direction 'backward'": {"direction": "backward"},
         "is_causal: not available with several scans": {"scans": ("row_snake", "column_snake")},
         "out_norm: 'batchnorm' averages over all tokens": {"out_norm": "batchnorm"},
     }.items():
-        refused(re.escape(message), room.attention("lion_s", **settings)(DIM, HEADS), x, is_causal=True)
+        invalid(re.escape(message), room.attention("lion_s", **settings)(DIM, HEADS), x, is_causal=True)
 
 
 def test_the_arguments_of_timms_attention():
@@ -279,4 +279,4 @@ def test_hooks_and_adapters_count_in_causal_calls():
     layer.proj_drop.p = 1.0
     assert not layer(x, is_causal=True).any()
     layer.decays[0] = nn.ModuleList([layer.decays[0]])
-    refused(r"is_causal: decays.0.0.* was added; adapters .* qkv, proj", layer, x, is_causal=True)
+    invalid(r"is_causal: decays.0.0.* was added; adapters .* qkv, proj", layer, x, is_causal=True)

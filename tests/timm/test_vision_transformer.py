@@ -10,7 +10,7 @@ from lion.layers.mixers.config import AttentionConfig
 from lion.models.vit import ViT, ViTConfig
 from lion.recipe import load_recipe
 from tests.helpers import ROOT
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 
 timm = pytest.importorskip("timm")
 room = pytest.importorskip("lion.timm")
@@ -277,14 +277,14 @@ def test_what_timm_has_no_place_for_is_refused():
         return configs.arguments(ViTConfig(mixer, 12, 2, 3, **settings))
 
     for name, value in HOMELESS.items():
-        refused(f"^{name}: timm's VisionTransformer has no place for {value!r}", arguments, **{name: value})
+        invalid(f"^{name}: timm's VisionTransformer has no place for {value!r}", arguments, **{name: value})
     both_ways, turned = AttentionConfig(direction="alternating"), AttentionConfig(rotation="rope")
-    refused("attention.direction: timm's VisionTransformer has", arguments, attention=both_ways)
-    refused("attention.rotation: timm's softmax attention has no place for it", arguments, "softmax", attention=turned)
+    invalid("attention.direction: timm's VisionTransformer has", arguments, attention=both_ways)
+    invalid("attention.rotation: timm's softmax attention has no place for it", arguments, "softmax", attention=turned)
 
 
 def test_wrong_arguments_of_a_model_are_refused():
-    refused("patch_drop_rate: not available", timm.create_model, "vit_lion_tiny_patch16_224", patch_drop_rate=0.1)
+    invalid("patch_drop_rate: not available", timm.create_model, "vit_lion_tiny_patch16_224", patch_drop_rate=0.1)
     with pytest.raises(TypeError, match="not_an_argument"):
         timm.create_model("vit_lion_tiny_patch16_224", not_an_argument=1)
 

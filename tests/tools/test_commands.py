@@ -259,7 +259,7 @@ def test_predict_takes_texts_of_other_lengths(tmp_path, monkeypatch, capsys):
     rows = []
     for i in range(70):  # two batches; the longest word is in the second one
         file = tmp_path / f"{i}.txt"
-        file.write_text("abcdefg"[i % 7] * (1 + i % 7 + i // 64))
+        file.write_text(chr(ord("a") + i % 26) * (1 + i % 7 + i // 64))
         rows.append([str(file), file.read_text()])
     assert [
         line.split()

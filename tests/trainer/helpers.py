@@ -54,7 +54,7 @@ def stopped_at(t, last):
     return before_steps(t, ask)
 
 
-def same(a, b):
+def are_same(a, b):
     """Return whether two models have the same weights, bit for bit."""
     weights, others = a.state_dict(), b.state_dict()
     return all(torch.equal(weights[name], others[name]) for name in weights)

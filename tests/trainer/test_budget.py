@@ -19,10 +19,10 @@ from lion.trainer.optim import to_seconds, to_share
 from lion.trainer.plan import make_plan
 from lion.trainer.state import TrainingClock
 from tests.helpers import ROOT, ended, refuse, state_of, tiny_recipe
-from tests.layers.helpers import refused
+from tests.layers.helpers import invalid
 from tests.processes import in_ranks
 from tests.trainer import toys
-from tests.trainer.helpers import assert_close, lines, logged, same, stopped_at, train
+from tests.trainer.helpers import are_same, assert_close, lines, logged, stopped_at, train
 from tools.compose import process_count, resolve
 
 RAMP = {"batch_ramp": "60%", "batch_start": 4, "steps": 10}
@@ -55,7 +55,7 @@ def test_times():
     assert [to_seconds(t) for t in ("24", 24, "24 hours", "5ep", "h", "-1h")] == [None] * 6
     assert [to_share(t, 200) for t in ("60%", "1min", 0, "0")] == [120, 60, 0, 0]
     for bad in (5, "2ep", "soon"):
-        refused(r"expected percent .* in a time-limited run", to_share, bad, 200)
+        invalid(r"expected percent .* in a time-limited run", to_share, bad, 200)
 
 
 def test_batches_grow_by_whole_starts_up_to_the_full_one():
@@ -111,7 +111,7 @@ def test_a_stopped_run_of_growing_batches_ends_bit_for_bit_like_a_straight_one(t
     with caplog.at_level(logging.INFO, "lion"):
         resumed = train(path, tmp_path / "b")
     assert "bit for bit what the run would have been" in caplog.text
-    assert same(straight.model, resumed.model) and same(straight.ema, resumed.ema)
+    assert are_same(straight.model, resumed.model) and are_same(straight.ema, resumed.ema)
     sizes = [16, 16, 32, 48, 48, 64, 64, 64, 64, 64]
     for run in (tmp_path / "a", tmp_path / "b"):
         assert logged(run, "train", "batch_size") == sizes
@@ -139,7 +139,7 @@ def test_a_run_of_a_time_takes_the_learning_rates_of_its_place_in_it(tmp_path, m
     monkeypatch.setattr("lion.trainer.loop.TrainingClock", Ticking)
     timed = toys.trainer(tmp_path / "time", **{**RAMP, "time": f"{10 / 60!r}min", "steps": None}, eval_every=3)
     assert steps.fit() and timed.fit() and timed.state.step == 10 and timed.state.seconds == pytest.approx(10)
-    assert same(steps.model, timed.model)
+    assert are_same(steps.model, timed.model)
     for kind in ("train", "val", "val_ema"):
         a, b = (logged(tmp_path / run, kind, "step", "lr", "loss", "samples") for run in ("steps", "time"))
         assert a == b
@@ -159,7 +159,7 @@ def test_the_time_that_is_used_up_stays_used_up(tmp_path, monkeypatch, caplog):
     assert (resumed.state.step, resumed.state.seconds) == (6, 6) and resumed.state.upcoming() is None
     assert "resuming at step 4, 4 s of 0.1min: exact state" in caplog.text
     assert "same data order, not the same bits (time-limited runs are not" in caplog.text
-    assert same(straight.model, resumed.model)  # this clock does go as far
+    assert are_same(straight.model, resumed.model)  # this clock does go as far
 
 
 def test_evaluation_saving_and_compilation_take_none_of_the_time(tmp_path, monkeypatch):

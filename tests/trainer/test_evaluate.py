@@ -15,7 +15,7 @@ from lion.trainer.runtime import Runtime
 from tests.helpers import state_of
 from tests.processes import in_processes
 from tests.trainer import toys
-from tests.trainer.helpers import assert_close, before_steps, events_of, lines, logged, same
+from tests.trainer.helpers import are_same, assert_close, before_steps, events_of, lines, logged
 
 CPU = Runtime(torch.device("cpu"))
 
@@ -135,7 +135,7 @@ def test_more_splits_are_measured_and_choose_nothing(tmp_path):
         for (_, loss), far in zip(expected, logged(folder, f"val_far{ema}", "loss"), strict=True):
             assert far != loss
         assert logged(folder, f"val_off{ema}", "loss") == [None, None, None]
-    assert same(alone.model, both.model)
+    assert are_same(alone.model, both.model)
 
 
 def test_text_and_images_of_progress_are_shown(tmp_path):

@@ -25,7 +25,7 @@ from lion.trainer.faults import FaultsConfig, RunError, full_disk, memory_advice
 from lion.trainer.loader import Batches, Loading, SeededDataset, StepSampler, eval_batches
 from lion.trainer.log import RunLog
 from lion.trainer.loop import Trainer
-from tests.helpers import ROOT, here, pictures, refused, tiny_recipe
+from tests.helpers import ROOT, here, picture, pictures, refused, tiny_recipe
 from tests.trainer import toys
 from tests.trainer.helpers import before_steps, command_after, lines, linux, logged
 from tests.trainer.test_loader import Noisy
@@ -176,7 +176,9 @@ def test_evaluation_leaves_out_what_cannot_be_read():
 def test_a_corrupt_image_in_a_real_folder(tmp_path, caplog):
     root = tmp_path / "pictures"
     pictures(root, {"train": {"cat": 12, "dog": 12}, "val": {"cat": 4, "dog": 4}})
-    corrupt = [root / "train/cat/3.png", root / "val/dog/1.png"]
+    corrupt = [root / "train/cat/3.jpg", root / "val/dog/1.png"]
+    picture(3).save(corrupt[0])
+    (root / "train/cat/3.png").unlink()
     for path in corrupt:
         path.write_bytes(path.read_bytes()[:200])
     data = {"name": "imagefolder", "root": str(root), "image_size": [8, 8], "workers": 1}

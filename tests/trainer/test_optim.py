@@ -7,7 +7,7 @@ from torch import nn
 from lion.layers.optim_factors import OptimFactors, optim_factors
 from lion.models.vit import ViT, ViTConfig
 from lion.trainer.optim import OptimConfig, factors, make_optimizer
-from tests.layers.helpers import refused
+from tests.layers.helpers import invalid
 
 
 def model(mixer="lion_s", position_embedding=True):
@@ -73,7 +73,7 @@ def test_marks_of_unknown_parameters_are_refused(wrong):
     net[1].optim_factors = {"gate.weight": OptimFactors(lr=2), "gate.bias": OptimFactors(lr=3)}
     assert optim_factors(net) == {"1.gate.weight": OptimFactors(lr=2)} and factors(net, "gpt")["1.gate.weight"].lr == 2
     net[1].optim_factors[wrong] = OptimFactors(lr=2)
-    refused(f"Marked.optim_factors: '{wrong}' is not one of its parameters", optim_factors, net)
+    invalid(f"Marked.optim_factors: '{wrong}' is not one of its parameters", optim_factors, net)
 
 
 def test_groups_by_factor():

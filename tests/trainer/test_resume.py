@@ -31,7 +31,7 @@ from lion.trainer.plan import make_plan
 from lion.trainer.state import KEPT, RunState, reproducibility_text
 from tests.helpers import refused, state_of, tiny_recipe
 from tests.trainer import toys
-from tests.trainer.helpers import differing, events_of, lines, logged, same, stopped_at, train, trainer
+from tests.trainer.helpers import are_same, differing, events_of, lines, logged, stopped_at, train, trainer
 from tools.compose import resolve
 
 pytest.importorskip("sklearn")
@@ -107,7 +107,7 @@ def test_a_run_resumes_where_other_parameters_have_weight_decay(tmp_path, path, 
 def test_workers_may_change_at_every_stop(tmp_path, path, whole):
     for stop, workers in ((2, 2), (4, 3)):
         train(path, tmp_path / "run", stop_at=stop, workers=workers)
-    assert same(whole.model, train(path, tmp_path / "run").model)
+    assert are_same(whole.model, train(path, tmp_path / "run").model)
 
 
 def test_settings_that_change_the_rounding_are_conditions(tmp_path):
@@ -161,7 +161,7 @@ def test_a_damaged_last_is_reported_and_the_one_before_it_used(path, whole, run,
     harm(broken / STATE)
     resumed = train(path, run)
     assert f"{broken} is damaged" in caplog.text and "going back to last-3" in caplog.text
-    assert same(whole.model, resumed.model)
+    assert are_same(whole.model, resumed.model)
     assert broken.with_name("damaged-last-4").is_dir()  # kept under another name
     assert logged(run, "train", "step") == [2, 4, 6]
 
@@ -190,7 +190,7 @@ def test_a_whole_checkpoint_that_does_not_fit_is_passed_over(path, whole, run, t
         torch.save(forged, scratch / STATE)
         seal(scratch)
     copy = shutil.copytree(run, tmp_path / "copy")
-    assert same(whole.model, train(path, run).model)
+    assert are_same(whole.model, train(path, run).model)
     assert "last-100 is damaged: state.pt: a run cannot resume from it, 'next' is missing; going back" in caplog.text
     for step in range(100, 100 + len(FORGED)):
         assert f"last-{step} is damaged: state.pt: a run cannot resume from it" in caplog.text
@@ -242,7 +242,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_set_aside(path, whole, run):
     for place in places:
         place.write_text("mine")
     resumed = train(path, run)
-    assert same(whole.model, resumed.model) and resumed.state.best == whole.state.best
+    assert are_same(whole.model, resumed.model) and resumed.state.best == whole.state.best
     assert newest(run, "last").step == 6
     for place in places:
         assert place.with_name(f"damaged-{place.name}").read_text() == "mine"
@@ -310,7 +310,7 @@ def test_a_step_is_undone_if_a_signal_stops_the_compiler(tmp_path):
     stopped.task.loss = interrupted
     assert not stopped.fit() and stopped.checkpoints.saved == 3
     resumed = toys.trainer(tmp_path / "stopped", kind=Noisy)
-    assert resumed.fit() and same(whole.model, resumed.model) and whole.model.steps[0] == 6
+    assert resumed.fit() and are_same(whole.model, resumed.model) and whole.model.steps[0] == 6
 
 
 def test_changed_data_is_noticed(path, run):
@@ -378,7 +378,7 @@ def test_a_step_without_a_finite_loss_changes_nothing_and_is_counted(tmp_path, c
     assert not before.fit()
     t = poisoned(toys.trainer(tmp_path / "b", **how), {2, 3})
     assert t.fit()
-    assert same(before.model, t.model)
+    assert are_same(before.model, t.model)
     moments = [s for s in t.optimizer.state.values() if s]
     assert moments and all(s["step"] == 2 and torch.isfinite(s["exp_avg"]).all() for s in moments)
     assert logged(tmp_path / "b", "train", "skipped_steps") == [None, None, 1, 2]

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from lion.trainer.optim import ScheduleConfig, learning_rate, to_steps
-from tests.layers.helpers import refused
+from tests.layers.helpers import invalid
 
 
 def curve(total, warmup=0, peak=1.0, **settings):
@@ -15,7 +15,7 @@ def test_durations():
     given = [2000, "2000", "2000st", "5ep", "1.5ep", "2%", "1e3"]
     assert [to_steps(d, steps_per_epoch=10, total=500) for d in given] == [2000, 2000, 2000, 50, 15, 10, 1000]
     for bad in ("5 epochs", "", "-3", "ep", None, "2%%"):
-        refused("expected steps", to_steps, bad, steps_per_epoch=10, total=500)
+        invalid("expected steps", to_steps, bad, steps_per_epoch=10, total=500)
 
 
 def test_linear_by_hand():

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from lion.ops import Settings, linear_attention
 from lion.transformers import add_decays, check_attention
 from lion.transformers.attention import last_rows, register_attention
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.ops.helpers import Inputs, oracle_attention
 from tests.transformers.tiny import ids, left_padded
 
@@ -170,7 +170,7 @@ def test_each_tower_of_a_model_has_decays_of_its_own_heads():
 
 def test_what_cannot_be_expressed_is_refused():
     tokens = ROWS[1][None]
-    refused(
+    invalid(
         r"documents, causal or in both directions, and no others \(sliding windows",
         made("mistral", "lion_lit", sliding_window=4),
         tokens,
@@ -184,10 +184,10 @@ def test_what_cannot_be_expressed_is_refused():
             r"expected padding \(B, L\), got \(1, 9, 9\); a mask of pairs",
         ),
     ):
-        refused(message, model, tokens, **given)
+        invalid(message, model, tokens, **given)
     model.set_attn_implementation("lion_d")
-    refused(r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt", model, tokens)
-    refused("LlamaModel has no module of the class BertSelfAttention", add_decays, model, BertSelfAttention)
+    invalid(r"lion_d: LlamaAttention has no decays, call .*add_decays\(model, LlamaAtt", model, tokens)
+    invalid("LlamaModel has no module of the class BertSelfAttention", add_decays, model, BertSelfAttention)
 
 
 @torch.no_grad()
@@ -227,6 +227,6 @@ def test_a_model_that_computes_attention_itself_is_refused(kind):
     if kind != "DebertaV2":  # which asks for no mask
         calls += [lambda: model(ROWS[0][None]), lambda: model(ROWS[0][None], torch.ones(1, 6))]
     for call in calls:
-        refused(f"^attn_implementation: {kind}Model computes attention itself, without", call)
+        invalid(f"^attn_implementation: {kind}Model computes attention itself, without", call)
     for name in NAMES:
         check_attention(made("llama", name))

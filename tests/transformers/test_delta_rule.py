@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from lion.transformers import chunk_gated_delta_rule, chunk_gated_delta_rule_beta_g, delta, use_delta_rule
 from lion.transformers.delta import causal_conv1d_fn
-from tests.layers.helpers import refused
+from tests.layers.helpers import invalid
 from tests.transformers.tiny import flattened, ids, left_padded
 
 LENGTHS = [7, 20, 1]
@@ -140,8 +140,8 @@ def test_packed_documents_are_separate(states):
         message = rf"cu_seqlens: .* rise from 0 to 28 tokens, got \[{bad[0]}, {bad[1]}"
         cases.append(({"cu_seqlens": torch.tensor(bad)}, message))
     for changes, message in cases:
-        refused(message, chunk_gated_delta_rule, *given, **how | changes)
-    refused("q: expected at least one token", chunk_gated_delta_rule, *(x[:, :0] for x in given), **EAGER)
+        invalid(message, chunk_gated_delta_rule, *given, **how | changes)
+    invalid("q: expected at least one token", chunk_gated_delta_rule, *(x[:, :0] for x in given), **EAGER)
     with pytest.raises(ValueError, match="cu_seqlens: expected packed documents in one row, got 2"):
         chunk_gated_delta_rule(*arguments(), cu_seqlens=ends, **EAGER)
 
@@ -195,7 +195,7 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
     wanted, gradients = outputs()
     alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows]).detach()
     text = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    refused("packed sequences", model, **batch, use_cache=False)
+    invalid("packed sequences", model, **batch, use_cache=False)
 
     assert use_delta_rule(model, compile=False) == 3
     logits, found = outputs()
@@ -205,7 +205,7 @@ def test_a_model_like_qwen_computes_the_same_and_trains_on_packed_rows(qwen):
     assert torch.equal(model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False), text)
     packed = model(**batch, use_cache=False).logits[0]
     close(packed.detach(), alone, 5e-5)
-    refused("Linear has no layer of Gated DeltaNet", use_delta_rule, torch.nn.Linear(2, 2))
+    invalid("Linear has no layer of Gated DeltaNet", use_delta_rule, torch.nn.Linear(2, 2))
 
 
 @pytest.mark.compiled

@@ -10,7 +10,7 @@ import transformers
 import lion
 from lion.inference.text import Sampling
 from lion.transformers import LionCache, LionForCausalLM
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.transformers.tiny import ids, left_padded, made
 
 PARTS = {"attention": {"block": "published"}}  # short convolutions or a token shift, which have states
@@ -71,7 +71,7 @@ def test_the_state_has_a_constant_size_and_continues():
         parts.append(model(piece, past_key_values=cache).logits)
     close(torch.cat(parts, 1), model(tokens).logits, 1e-11)
     assert size() == before and cache.get_seq_length() == 12
-    refused("LionCache: a recurrent state cannot forget", cache.crop, -1)
+    invalid("LionCache: a recurrent state cannot forget", cache.crop, -1)
     cache.reset()
     assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
 
@@ -134,9 +134,9 @@ def test_what_a_cache_cannot_do_is_refused():
         (ids(1, 27), {"past_key_values": cache}, "tokens: more than the 32 position embeddings"),
     ]
     for given, how, message in calls:
-        refused(message, model, given, **how)
+        invalid(message, model, given, **how)
     for how, message in (
         ({"past_key_values": other}, "cache: expected a LionCache, got DynamicCache"),
         ({"assistant_model": gpt()}, "assisted generation is not supported with stateful models"),
     ):
-        refused(message, model.generate, tokens, max_new_tokens=2, **how)
+        invalid(message, model.generate, tokens, max_new_tokens=2, **how)

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from lion.runs import open_run
 from lion.transformers import LionForImageClassification, from_run
 from tests.helpers import here, tiny_recipe
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.transformers.tiny import made
 
 
@@ -56,8 +56,8 @@ def test_a_distilled_model_trains_the_mean_of_its_heads():
 
 def test_other_images_are_refused():
     model = made_vit()
-    refused(r"images: expected \(B, 1, 8, 12\)", model, torch.zeros(1, 3, 8, 12))
-    refused("output_attentions: linear mixers", model, pixels(), output_attentions=True)
+    invalid(r"images: expected \(B, 1, 8, 12\)", model, torch.zeros(1, 3, 8, 12))
+    invalid("output_attentions: linear mixers", model, pixels(), output_attentions=True)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lion.transformers import (
     LionForTokenClassification,
     LionModel,
 )
-from tests.layers.helpers import close, refused
+from tests.layers.helpers import close, invalid
 from tests.transformers.tiny import config, flattened, ids, left_padded, made
 
 KINDS = [
@@ -73,7 +73,7 @@ def test_padding_packed_rows_and_embeddings_in_place_of_ids_change_nothing(kind,
         kept = slice(-len(row), None) if of_tokens else slice(None)
         close(together[i, kept], alone[i], 1e-11)
         assert torch.equal(embedded[i, kept], together[i, kept])
-    refused("input_ids, inputs_embeds: expected one of them", model, tokens, inputs_embeds=embeds)
+    invalid("input_ids, inputs_embeds: expected one of them", model, tokens, inputs_embeds=embeds)
     if not of_tokens:
         return
     batch = flattened(rows)
@@ -111,12 +111,12 @@ REFUSED = [
 def test_what_cannot_be_expressed_is_refused():
     model, tokens = made(LionForMaskedLM, "bert"), ids(2, 6)
     for given, message in REFUSED:
-        refused(message, model, tokens, **given)
+        invalid(message, model, tokens, **given)
     single = made(LionForSequenceClassification, "lra", num_labels=3)
     pairs = made(LionForSequenceClassification, "lra", num_labels=3, parts=2)
-    refused(r"input_ids: expected \(B, L\), got \(4, 2, 10\)", single, ids(4, 2, 10))
-    refused(r"input_ids: expected \(B, 2, L\), got \(4, 10\)", pairs, ids(4, 10))
-    refused(r"input_ids: expected \(B, 2, L\), got \(2, 4, 10\)", pairs, ids(2, 4, 10))
+    invalid(r"input_ids: expected \(B, L\), got \(4, 2, 10\)", single, ids(4, 2, 10))
+    invalid(r"input_ids: expected \(B, 2, L\), got \(4, 10\)", pairs, ids(4, 10))
+    invalid(r"input_ids: expected \(B, 2, L\), got \(2, 4, 10\)", pairs, ids(2, 4, 10))
     assert pairs(ids(4, 2, 10)).logits.shape == (4, 3)
 
 
@@ -335,13 +335,13 @@ BAD = [
 
 def test_bad_configurations_name_the_valid_ones(tmp_path):
     for kind, settings, message in BAD:
-        refused(message, kind, settings)
-    refused("LionConfig: model: missing section", LionForMaskedLM, LionConfig())
-    refused(r"unknown key 'model.mixr': did you mean 'mixer'", LionForCausalLM, config("gpt", model={"mixr": "x"}))
-    refused(r"sizes are in the model section, model=\{'dim': 3, \.\.\}", LionConfig, hidden_size=3)
+        invalid(message, kind, settings)
+    invalid("LionConfig: model: missing section", LionForMaskedLM, LionConfig())
+    invalid(r"unknown key 'model.mixr': did you mean 'mixer'", LionForCausalLM, config("gpt", model={"mixr": "x"}))
+    invalid(r"sizes are in the model section, model=\{'dim': 3, \.\.\}", LionConfig, hidden_size=3)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=9)).save_pretrained(tmp_path)
-    refused(
+    invalid(
         r"a model of type 'bert', not 'lion'; \./run\.sh convert reads BERT", LionForMaskedLM.from_pretrained, tmp_path
     )
 
@@ -370,4 +370,4 @@ def test_the_configuration_tells_the_positions_of_a_model(mixer, longest):
 
 def test_nested_ids_are_a_line():
     rows = torch.nested.nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
-    refused("tokens: a nested tensor, expected rows of one length", made(LionModel, "gpt").model, rows)
+    invalid("tokens: a nested tensor, expected rows of one length", made(LionModel, "gpt").model, rows)

@@ -1,7 +1,6 @@
 """Tiny models of `lion.transformers` with weights that every part of a model affects."""
 
 import torch
-from transformers import DataCollatorWithFlattening
 
 from lion.transformers import LionConfig
 
@@ -45,5 +44,7 @@ def left_padded(rows):
 
 def flattened(rows):
     """Return rows of ids packed in one row, as the collator of transformers does, with all arguments of packed rows."""
+    from transformers import DataCollatorWithFlattening  # which some versions lack
+
     collate = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
     return collate([{"input_ids": row} for row in rows])
