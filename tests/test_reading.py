@@ -26,11 +26,12 @@ class Reading(NamedTuple):
 
 
 BOUNDS = {  # lower them with every change that can; never raise them without a reason in the commit
-    "lion/ops": Reading(47_300, 12, 5.9),
-    "lion/layers": Reading(39_600, 12, 9.9),
-    "lion": Reading(165_460, 10, 6.2),
-    "data": Reading(49_140, 11, 14.7),
-    "tools": Reading(116_300, 9, 10.5),
+    "lion/ops": Reading(47_200, 12, 5.9),
+    "lion/layers": Reading(39_500, 12, 9.9),
+    "lion": Reading(163_700, 10, 6.2),
+    "data": Reading(49_120, 11, 14.7),
+    "tools": Reading(111_400, 9, 9.5),
+    "tests": Reading(328_000, 14, 13.5),
 }
 
 

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     from lion.progress import announced
     from lion.recipe_files import RECIPE, run_folder
     from tools.listing import recipe_files
-    from tools.options import READERS
+    from tools.options import OPTIONS, read
 
     name, rest = parse_command(argv)
     recipes = recipe_files()
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{name!r} is a run: ./run.sh {run / RECIPE} trains it to its end")
         otherwise = f"valid: {', '.join(COMMANDS)}, or a recipe of ./run.sh list"
         raise ConfigError(f"unknown command {name!r}, {nearest(name, [*COMMANDS, *recipes], otherwise)}")
-    if name in READERS:  # the others pass their options on to another program
-        check(name, READERS[name](rest))
+    if name in OPTIONS:  # the others pass their options on to another program
+        check(name, read(name, rest))
     module, _, function = COMMANDS[name].where.partition(":")
     with announced("loading PyTorch"):
         loaded = importlib.import_module(module)

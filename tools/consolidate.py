@@ -20,7 +20,7 @@ from tools import options
 
 
 def main(argv: list[str]) -> int:
-    args = options.consolidate(argv)
+    args = options.read("consolidate", argv)
     folder = find_run(args.run)
     with lock_run(folder):
         found = newest(folder, "last")

@@ -69,7 +69,7 @@ NEAREST = 10_000  # most images of each set whose neighbours are searched
 
 
 def main(argv: list[str]) -> int:
-    args = options.distance(argv)
+    args = options.read("distance", argv)
     for name in ("samples", "real"):
         if getattr(args, name) < FEWEST:
             raise ConfigError(f"--{name}: expected at least {FEWEST}, got {getattr(args, name)}")
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def open_features(args: Any, runtime: Runtime) -> StoredFeatures:
+def open_features(args: Any, runtime: Runtime) -> FeatureSource:
     """Return what computes the features of images, or stands for features that are there already."""
     if not args.features:
         return StoredFeatures()
@@ -119,8 +119,8 @@ def open_features(args: Any, runtime: Runtime) -> StoredFeatures:
     return ClassifierFeatures(args, runtime)
 
 
-class StoredFeatures:
-    """Features that files hold in place of images; also the base of those that a network computes.
+class FeatureSource:
+    """Base of the sources of features.
 
     Attributes:
         name: Name of the features, in the names of scores.
@@ -145,10 +145,17 @@ class StoredFeatures:
 
     def __call__(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the features (B, D) of images, and their class probabilities if they are known."""
+        raise NotImplementedError
+
+
+class StoredFeatures(FeatureSource):
+    """Features that files hold in place of images."""
+
+    def __call__(self, pictures: Tensor) -> tuple[Tensor, None]:
         raise ConfigError("--features: missing, images need a classifier run or FILE.pt")
 
 
-class ClassifierFeatures(StoredFeatures):
+class ClassifierFeatures(FeatureSource):
     """Features from a classifier run: the inputs of its head, and its class probabilities."""
 
     name = "own"
@@ -182,7 +189,7 @@ class ClassifierFeatures(StoredFeatures):
         return self.given[0], shares
 
 
-class TorchScriptFeatures(StoredFeatures):
+class TorchScriptFeatures(FeatureSource):
     """Features from a TorchScript module, without class probabilities; it reports itself what it cannot read.
 
     NVIDIA's argument `return_features` is set if the module has it.
@@ -213,7 +220,7 @@ class TorchScriptFeatures(StoredFeatures):
         return found, None
 
 
-def open_samples(args: Any, runtime: Runtime, features: StoredFeatures) -> tuple[Pictures, LoadedRun | None]:
+def open_samples(args: Any, runtime: Runtime, features: FeatureSource) -> tuple[Pictures, LoadedRun | None]:
     """Return the images to evaluate, and the run that generates them, or None.
 
     Raises:
@@ -221,7 +228,7 @@ def open_samples(args: Any, runtime: Runtime, features: StoredFeatures) -> tuple
     """
     path = Path(args.samples_of)
     if path.suffix == ".npz" or (path.is_dir() and not (path / RECIPE).is_file()):
-        usual = options.distance([args.samples_of])
+        usual = options.read("distance", [args.samples_of])
         for name in ("keep", "checkpoint", "raw", "steps", "guidance"):
             if getattr(args, name) != getattr(usual, name):
                 raise ConfigError(f"--{name}: {path} is not a run, nothing is generated")
@@ -233,7 +240,7 @@ def open_samples(args: Any, runtime: Runtime, features: StoredFeatures) -> tuple
 
 
 def open_reference(
-    args: Any, samples: int, run: Path | None, features: StoredFeatures
+    args: Any, samples: int, run: Path | None, features: FeatureSource
 ) -> tuple[Pictures, Pictures | None]:
     """Return the reference images, and up to `samples` images of another split of the same data, or None.
 
@@ -254,7 +261,7 @@ def open_reference(
     return real, images_of_split(recipe, splits, other, drawing._replace(most=samples))
 
 
-def check(pictures: Pictures, features: StoredFeatures) -> None:
+def check(pictures: Pictures, features: FeatureSource) -> None:
     """Check the number and the shape of images.
 
     Raises:
@@ -292,7 +299,7 @@ class Features(NamedTuple):
         return Features(self.values[some], shares)
 
 
-def read_features(pictures: Pictures, features: StoredFeatures, runtime: Runtime) -> Features:
+def read_features(pictures: Pictures, features: FeatureSource, runtime: Runtime) -> Features:
     """Compute the features of all images, with a progress bar.
 
     Raises:
@@ -358,7 +365,7 @@ def compare(made: Features, real: Features, name: str, kind: str) -> Row:
     return Row(name, len(made.values), len(real.values), nearest, dict(zip(names, pairs)))
 
 
-def show(rows: list[Row], features: StoredFeatures, real: Pictures) -> None:
+def show(rows: list[Row], features: FeatureSource, real: Pictures) -> None:
     """Print a table of the scores, and notes about features and reference."""
     columns: dict[str, Cell] = {
         "images": lambda row: row.name,

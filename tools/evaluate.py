@@ -36,7 +36,7 @@ from tools.tables import table
 
 
 def main(argv: list[str]) -> int:
-    args = options.evaluate(argv)
+    args = options.read("eval", argv)
     if args.choices:
         return evaluate_choices(args)
     if args.processes > 1 and "RANK" not in os.environ:

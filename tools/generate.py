@@ -50,7 +50,7 @@ UNFINISHED, LONGEST = "\ufffd", 4  # decoded text of an incomplete character; mo
 
 
 def main(argv: list[str]) -> int:
-    args = options.generate(argv)
+    args = options.read("generate", argv)
     check_request(args)
     loaded = open_run(args.run, checkpoint=args.checkpoint)
     if not isinstance(loaded.model, GPT):

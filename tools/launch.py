@@ -85,7 +85,7 @@ def launch(
     Raises:
         RunError: A process died, or the other machines cannot be reached.
     """
-    call = [*machines.options(), "--module", module, *arguments]
+    call = [*machines.options(), "--module", "--", module, *arguments]  # torchrun checks no word after --
     for name in ("", ".agent.server.api", ".multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))

@@ -103,7 +103,7 @@ def complete_recipe(name: str | Path) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    args = options.list_recipes(argv)
+    args = options.read("list", argv)
     if args.mixers:
         if args.patterns:
             raise ConfigError(f"--mixers: lists all mixers, leave {' '.join(args.patterns)!r} out")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from lion.config import ConfigError
 from tools.bench import OUT
@@ -33,39 +33,28 @@ FIGURES = "distance.json"
 GENERATED_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 
 
-Add = Callable[[Parser], None]
-Check = Callable[[Namespace], None]
-Read = Callable[[list[str]], Namespace]
-READERS: dict[str, Read] = {}  # by command
+class Options(NamedTuple):
+    """The options of a command: a function that adds them to a parser, and one that checks them together."""
+
+    add: Callable[[Parser], None]
+    check: Callable[[Namespace], None] | None = None
 
 
-def command(name: str, check: Check | None = None) -> Callable[[Add], Read]:
-    """Return a decorator by which a function that adds options to a parser becomes one that reads a command line.
-
-    `check` refuses options that do not go together, and fills defaults that depend on others.
-    """
-
-    def make_reader(add: Add) -> Read:
-        READERS[name] = partial(read, name, add, check)
-        return READERS[name]
-
-    return make_reader
-
-
-def read(name: str, add: Add, check: Check | None, argv: list[str]) -> Namespace:
-    """Read the command line of a command.
+def read(command: str, argv: list[str]) -> Namespace:
+    """Read the command line of a command in `OPTIONS`.
 
     Raises:
         ConfigError: Options that are unknown, missing, out of range, or do not go together.
     """
-    prog = "run.sh" if name == "train" else f"run.sh {name}"
-    text = COMMANDS[name].help
+    options = OPTIONS[command]
+    prog = "run.sh" if command == "train" else f"run.sh {command}"
+    text = COMMANDS[command].help
     parser = Parser(prog=prog, description=f"{text[0].upper()}{text[1:]}.")
-    add(parser)
+    options.add(parser)
     parser.check_options(argv)
     args = parser.parse_intermixed_args(argv)
-    if check is not None:
-        check(args)
+    if options.check is not None:
+        options.check(args)
     return args
 
 
@@ -120,7 +109,6 @@ def names(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@command("train")
 def train(parser: Parser) -> None:
     add_recipe(parser)
     parser.flag("--fresh", "rename the folder of an earlier run of this name, and start anew")
@@ -133,7 +121,6 @@ def train(parser: Parser) -> None:
     parser.flag("--eager", "train without torch.compile; same as trainer.compile=false")
 
 
-@command("prepare")
 def prepare(parser: Parser) -> None:
     add_recipe(parser)
     parser.add_argument(
@@ -158,7 +145,6 @@ def check_evaluate(args: Namespace) -> None:
     args.tokens = args.tokens or HELD_OUT_TOKENS
 
 
-@command("eval", check_evaluate)
 def evaluate(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument("--form", choices=EVERY_FORM, default="all")
@@ -180,13 +166,11 @@ def evaluate(parser: Parser) -> None:
     parser.count("--processes", "processes on this machine that share the tokens of each row", default=1)
 
 
-@command("list")
 def list_recipes(parser: Parser) -> None:
     parser.several("patterns", "pattern", "parts of a name or row, in any order, or a pattern such as *lion_s*")
     parser.flag("--mixers", "list the mixers of layers instead of the recipes")
 
 
-@command("show")
 def show(parser: Parser) -> None:
     add_recipe(parser)
     parser.count("--processes", "number of processes, one per GPU (default: visible GPUs)")
@@ -198,7 +182,6 @@ def show(parser: Parser) -> None:
     )
 
 
-@command("predict")
 def predict(parser: Parser) -> None:
     parser.add_argument("run")
     parser.add_argument("files", nargs="+", metavar="FILE|FOLDER|SENTENCE")
@@ -210,7 +193,6 @@ def predict(parser: Parser) -> None:
     parser.count("--top", "number of predictions to show, the most likely first (default: 3)", default=3)
 
 
-@command("generate")
 def generate(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument(
@@ -238,7 +220,6 @@ def generate(parser: Parser) -> None:
     parser.flag("--eager", "do not use torch.compile")
 
 
-@command("sample")
 def sample(parser: Parser) -> None:
     parser.add_argument("run")
     parser.add_argument("--classes", help=f"numbers or names, such as 0,1,cat (default: the first {FEW})")
@@ -263,7 +244,6 @@ def sample(parser: Parser) -> None:
     parser.path("--out", "FILE.png", "file to write (default: samples.png in the folder of the run)")
 
 
-@command("distance")
 def distance(parser: Parser) -> None:
     parser.add_argument("samples_of", metavar="RUN|FOLDER|FILE.npz", help="images to evaluate")
     parser.several("overrides", "data.root=PATH", "where the real images are now")
@@ -288,7 +268,6 @@ def distance(parser: Parser) -> None:
     parser.path("--out", "FILE.json", f"file of the scores (default for a run: {FIGURES} in its folder)")
 
 
-@command("glue")
 def glue(parser: Parser) -> None:
     parser.add_argument("run", help="a run of masked language modelling")
     parser.several("overrides", "key=value", "overrides for all tasks; data.path is the folder of GLUE")
@@ -303,7 +282,6 @@ def glue(parser: Parser) -> None:
     parser.flag("--dry-run", "print the plan and its cost, without training")
 
 
-@command("bench ops")
 def bench_ops(parser: Parser) -> None:
     parser.add_argument(
         "--mixer", nargs="+", metavar="NAME", help="mixers of ./run.sh list --mixers, or all (default: four of them)"
@@ -320,7 +298,6 @@ def bench_ops(parser: Parser) -> None:
     add_results(parser)
 
 
-@command("bench train")
 def bench_train(parser: Parser) -> None:
     parser.add_argument("recipes", nargs="+")
     parser.add_argument("--size", type=count, nargs="+", help="in px or tokens (default: the first recipe's)")
@@ -334,7 +311,6 @@ def bench_train(parser: Parser) -> None:
     add_results(parser)
 
 
-@command("bench inference")
 def bench_inference(parser: Parser) -> None:
     parser.add_argument("run", metavar="RUN|RECIPE")
     parser.add_argument("--sizes", type=counts, help="input sizes in px or tokens, e.g. 224,384 (default: the run's)")
@@ -349,7 +325,6 @@ def bench_inference(parser: Parser) -> None:
     add_results(parser)
 
 
-@command("bench generate")
 def bench_generate(parser: Parser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run or a recipe")
     parser.add_argument(
@@ -371,7 +346,6 @@ def check_bench_gpu(args: Namespace) -> None:
     args.target = args.target or "h100"
 
 
-@command("bench gpu", check_bench_gpu)
 def bench_gpu(parser: Parser) -> None:
     parser.several("names", "MIXER|RECIPE")
     parser.add_argument("--form", nargs="+", choices=GPU_FORMS, default=list(GPU_FORMS), help="forms of operators")
@@ -390,7 +364,6 @@ def bench_gpu(parser: Parser) -> None:
     add_results(parser)
 
 
-@command("convert")
 def convert(parser: Parser) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("recipe", type=Path)
@@ -399,7 +372,6 @@ def convert(parser: Parser) -> None:
     parser.flag("--ema", "use the averaged weights")
 
 
-@command("export")
 def export(parser: Parser) -> None:
     parser.add_argument("run")
     parser.add_argument("out", type=Path)
@@ -413,7 +385,6 @@ def export(parser: Parser) -> None:
     parser.flag("--ema", "use the averaged weights")
 
 
-@command("report")
 def report(parser: Parser) -> None:
     parser.several("runs", "RUN")
     parser.add_argument(
@@ -425,7 +396,6 @@ def report(parser: Parser) -> None:
     parser.flag("--fresh", "replace an existing report of other runs")
 
 
-@command("paper")
 def paper(parser: Parser) -> None:
     parser.add_argument("--table", nargs="+", default=[], metavar="NAME", help="some tables (default: all)")
     parser.add_argument("--scale", choices=SCALES, default="mini", help="small runs, or the recipes of the papers")
@@ -447,12 +417,10 @@ def paper(parser: Parser) -> None:
     parser.flag("--no-runs", "only write the page from the stored results")
 
 
-@command("consolidate")
 def consolidate(parser: Parser) -> None:
     parser.add_argument("run")
 
 
-@command("conform")
 def conform(parser: Parser) -> None:
     parser.add_argument("layer", help="MODULE:CLASS or FILE.py:CLASS; a function that returns a layer will do")
     parser.flag("--causal", "also check that no output depends on later tokens")
@@ -461,3 +429,28 @@ def conform(parser: Parser) -> None:
     parser.path("--adapter", "FILE.py", "file with `adapt(layer)`: how to call the layer")
     parser.flag("--eager", "leave out the check that compiles, the longest one")
     parser.path("--json", "FILE", "write all measured values and limits to this file")
+
+
+OPTIONS = {
+    "train": Options(train),
+    "prepare": Options(prepare),
+    "eval": Options(evaluate, check_evaluate),
+    "list": Options(list_recipes),
+    "show": Options(show),
+    "predict": Options(predict),
+    "generate": Options(generate),
+    "sample": Options(sample),
+    "distance": Options(distance),
+    "glue": Options(glue),
+    "bench ops": Options(bench_ops),
+    "bench train": Options(bench_train),
+    "bench inference": Options(bench_inference),
+    "bench generate": Options(bench_generate),
+    "bench gpu": Options(bench_gpu, check_bench_gpu),
+    "convert": Options(convert),
+    "export": Options(export),
+    "report": Options(report),
+    "paper": Options(paper),
+    "consolidate": Options(consolidate),
+    "conform": Options(conform),
+}

@@ -37,7 +37,7 @@ SIZES = (1, 8, 64)  # batch sizes: few, so that compiled code is found in Induct
 
 
 def main(argv: list[str]) -> int:
-    args = options.predict(argv)
+    args = options.read("predict", argv)
     if args.out is not None and args.out.suffix not in WRITERS:
         raise ConfigError(f"--out: expected a name that ends in {' or '.join(WRITERS)}, got {str(args.out)!r}")
     loaded = open_with_data(args.run)

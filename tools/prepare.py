@@ -13,7 +13,7 @@ from tools.labels import check_labels, check_pixels
 
 
 def main(argv: list[str]) -> int:
-    args = options.prepare(argv)
+    args = options.read("prepare", argv)
     source = open_data(resolve(args.recipe, args.overrides))
     if args.check_labels:
         known = source.published()

@@ -36,7 +36,7 @@ SIDE = 64  # smallest side of an image in the grid, in pixels
 
 
 def main(argv: list[str]) -> int:
-    args = options.sample(argv)
+    args = options.read("sample", argv)
     if args.chunk_size and args.form in (None, "full"):
         raise ConfigError("--chunk-size: add --form chunk or rnn, the forms that have chunks")
     loaded = open_diffusion(args.run, args.checkpoint, args.raw)

@@ -27,7 +27,7 @@ from tools.tables import digits
 
 
 def main(argv: list[str]) -> int:
-    args = options.show(argv)
+    args = options.read("show", argv)
     mesh = None
     if args.mesh is not None:
         data, sequence = args.mesh

@@ -92,7 +92,7 @@ SHARED = ("metric", "split", "best_step", "remark")  # keys that all forms of a 
 
 
 def main(argv: list[str]) -> int:
-    args = options.train(argv)
+    args = options.read("train", argv)
     if args.eager:
         args.overrides.append("trainer.compile=false")
     launched = "RANK" in os.environ

@@ -431,10 +431,10 @@ def test_options_are_checked_before_anything_is_loaded():
     assert len(lines) == len(cases), done
     for line, message in zip(lines, cases.values()):
         assert line.startswith(message) and line.endswith("False"), line
-    code = "import sys\nfrom tools.options import READERS\nfor read in READERS.values():\n try: read(['--help'])\n"
+    code = "import sys\nfrom tools.options import OPTIONS, read\nfor name in OPTIONS:\n try: read(name, ['--help'])\n"
     code += " except SystemExit: pass\nprint('torch' in sys.modules)"
     done = python("-c", code)
-    assert done.stdout.count("usage: run.sh") == len(options.READERS) and done.stdout.endswith("False\n"), done
+    assert done.stdout.count("usage: run.sh") == len(options.OPTIONS) and done.stdout.endswith("False\n"), done
 
 
 @pytest.mark.process

@@ -160,7 +160,7 @@ def typed(command: str, argv: Sequence[str]) -> str:
 
 
 def job_of(args: Namespace, **values: Any) -> Namespace:
-    """Return the options of a command, and the values of one of its jobs, which may replace options."""
+    """Return the options of a command for one of its jobs, with `values` in place of the lists they are taken from."""
     job = copy.copy(args)
     vars(job).update(values)
     return job

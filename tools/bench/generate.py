@@ -130,7 +130,7 @@ class GenerateReport(Report):
 
 
 def main(argv: list[str]) -> int:
-    args = options.bench_generate(argv)
+    args = options.read("bench generate", argv)
     check_compiler(args.eager)
     models(args.runs)  # refuses bad runs before anything is measured
     report = GenerateReport(args.out).load(args.fresh)

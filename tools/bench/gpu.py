@@ -81,7 +81,7 @@ class GpuReport(Report):
 
 
 def main(argv: list[str]) -> int:
-    args = options.bench_gpu(argv)
+    args = options.read("bench gpu", argv)
     args.command = typed("bench gpu", argv)
     if args.clock:
         from tools.bench.clock import time_operators
@@ -256,7 +256,7 @@ def built(row: Row) -> str:
 
 def by_stage(row: Row, value: Callable[[Row], str]) -> str:
     """Return a value of the forward and of the backward pass."""
-    return " / ".join(map(value, row["parts"].values()))
+    return " / ".join(value(row["parts"][stage]) for stage in ("forward", "backward") if stage in row["parts"])
 
 
 def all_of(row: Row, name: str) -> int:

@@ -122,7 +122,7 @@ class InferenceReport(ReportOfRuns):
 
 
 def main(argv: list[str]) -> int:
-    args = options.bench_inference(argv)
+    args = options.read("bench inference", argv)
     check_compiler(args.eager)
     loaded = open_model(args.run)
     if args.against and loaded.recipe.model.mixer == SOFTMAX:
@@ -246,7 +246,9 @@ def measure(job: Namespace, send: Send) -> None:
     device = pick_device()
     loaded = open_model(job.run)
     weights = digest(loaded.model) if loaded.checkpoint else None
-    trained = job.variants[:2][-1]  # the first after softmax, whose weights are random, or softmax alone
+    trained = job.variants[0]
+    if len(job.variants) > 1:  # the first is softmax, whose weights are random
+        trained = job.variants[1]
     matrix = 0
     failed = None
     runs: dict[Variant, Callable[[], torch.Tensor]] = {}

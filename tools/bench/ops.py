@@ -59,7 +59,7 @@ SDPA = Variant("sdpa")
 
 
 def main(argv: list[str]) -> int:
-    args = options.bench_ops(argv)
+    args = options.read("bench ops", argv)
     asked = args.mixer or DEFAULT
     check_operators([name for name in asked if name != "all"])
     if set(args.form) == {"rnn"} and "forward" not in args.passes:

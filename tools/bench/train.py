@@ -89,7 +89,7 @@ class TrainReport(Report):
 
 
 def main(argv: list[str]) -> int:
-    args = options.bench_train(argv)
+    args = options.read("bench train", argv)
     check_compiler(args.eager)
     report = TrainReport(args.out).load(args.fresh)
     args.recipes = list(dict.fromkeys(args.recipes))

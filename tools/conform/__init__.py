@@ -17,7 +17,7 @@ from tools.conform.target import open_subject
 
 
 def main(argv: list[str]) -> int:
-    args = options.conform(argv)
+    args = options.read("conform", argv)
     if args.json:
         check_folder("--json", args.json.parent)
         if args.json.is_dir():

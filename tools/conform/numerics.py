@@ -76,26 +76,27 @@ def slopes(subject: Subject) -> Iterator[Measure]:
     x = x.double()
     tensors = tensors_of(exact, x)
     total = torch.stack([grad.double().norm() for grad in grads.values()]).norm().item()
-    with torch.no_grad():
-        try:
+    try:
+        with torch.no_grad():
             weights = loss_weights(exact(x))
-        except Exception as problem:
-            raise NotOffered(f"does not run in float64: {error_line(problem)}") from problem
-        for seed, (name, grad) in enumerate(grads.items()):
-            generator = torch.Generator().manual_seed(seed)
-            direction = torch.randn(grad.shape, generator=generator, dtype=torch.float64)
+    except Exception as problem:
+        raise NotOffered(f"does not run in float64: {error_line(problem)}") from problem
+    for seed, (name, grad) in enumerate(grads.items()):
+        generator = torch.Generator().manual_seed(seed)
+        direction = torch.randn(grad.shape, generator=generator, dtype=torch.float64)
+        ends = []
+        with torch.no_grad():
             tensor = tensors[name]
             start = tensor.clone()
-            ends = []
             for sign in (1, -1):
                 tensor.copy_(start + sign * STEP * direction)
                 ends.append((exact(x) * weights).sum().item())
             tensor.copy_(start)
-            slope = (grad.double() * direction).sum().item()
-            wanted = (ends[0] - ends[1]) / (2 * STEP)
-            scale = max(grad.double().norm().item(), abs(wanted), 1e-3 * total, 1e-30)
-            value = abs(slope - wanted) / scale
-            yield Measure(value if math.isfinite(value) else torch.inf, SLOPE, f"gradient of {name}")
+        slope = (grad.double() * direction).sum().item()
+        wanted = (ends[0] - ends[1]) / (2 * STEP)
+        scale = max(grad.double().norm().item(), abs(wanted), 1e-3 * total, 1e-30)
+        value = abs(slope - wanted) / scale
+        yield Measure(value if math.isfinite(value) else torch.inf, SLOPE, f"gradient of {name}")
 
 
 def alive(subject: Subject) -> Iterator[Measure]:

@@ -39,7 +39,7 @@ from tools.convert.hub import KIND, HubConverter
 from tools.convert.hydra import HydraConverter
 from tools.convert.vim import VimConverter
 from tools.convert.vit import ViTConverter
-from tools.export.place import save_best, written
+from tools.place import save_best, written
 
 CONVERTERS: dict[str, type[Converter]] = {
     "bert": BertConverter,
@@ -51,7 +51,7 @@ CONVERTERS: dict[str, type[Converter]] = {
 
 
 def main(argv: list[str]) -> int:
-    args = options.convert(argv)
+    args = options.read("convert", argv)
     if os.path.lexists(args.out):
         raise ConfigError(f"{args.out}: exists already, choose a new folder")
     place = [f"run.root={json.dumps(str(args.out.parent))}", f"run.name={json.dumps(args.out.name)}"]

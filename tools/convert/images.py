@@ -55,7 +55,8 @@ class ImageConverter(Converter):
             for pattern, our in self.names.items():
                 match = re.fullmatch(pattern, name)
                 if match:
-                    ours[match.expand(our)] = self.turned(name, checked(name, value, held.path))
+                    turned = self.turned(name, checked(name, value, held.path))
+                    ours[match.expand(our)] = turned.clone(memory_format=torch.contiguous_format)
                     break
             else:
                 raise no_place(name, held.path)

@@ -66,7 +66,7 @@ class VimConverter(ImageConverter):
     def turned(self, name: str, value: Tensor) -> Tensor:
         """Return a convolution (E, 1, width) as (width, E), in the order of our offsets."""
         if name.endswith("conv1d.weight"):
-            return value[:, 0].mT.contiguous()
+            return value[:, 0].mT
         if name.endswith("conv1d_b.weight"):
             return value[:, 0].mT.flip(0)
         return value

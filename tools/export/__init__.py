@@ -17,6 +17,7 @@ from pathlib import Path
 from lion.config import ConfigError
 from lion.runs import open_run
 from tools import options
+from tools.export.package import export_program
 from tools.show import gigabytes
 
 # End of the name of OUT. A format with an end has one program: its module in this folder has `check`, `write` and
@@ -25,7 +26,7 @@ FORMATS = {"hub": "", "run": "", "pt2": ".pt2", "onnx": ".onnx", "aoti": ".pt2"}
 
 
 def main(argv: list[str]) -> int:
-    args = options.export(argv)
+    args = options.read("export", argv)
     suffix = FORMATS[args.format]
     if not suffix:
         for name in ("length", "step"):
@@ -40,9 +41,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{args.out}: exists already, choose a new {'file' if suffix else 'folder'}")
     form = importlib.import_module(f"tools.export.{args.format}")
     run = open_run(args.run, checkpoint=args.checkpoint, ema=args.ema)
-    if suffix:  # imported here, because it imports `tools.convert`, which imports a module of this folder
-        from tools.export.package import export_program
-
+    if suffix:
         described = export_program(run, args.out, args.overrides, args.length, args.step, form)
     else:
         described = form.export(run, args.out, args.overrides)

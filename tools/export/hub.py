@@ -24,9 +24,9 @@ from lion.samples.images import ImageInfo
 from lion.samples.text import TextInfo
 from tools.compose import open_tokenizer_of, resolve_run
 from tools.export.card import card
-from tools.export.place import written
 from tools.export.ports import scaling
 from tools.export.transformers import classic, export_classic, save_tokenizer
+from tools.place import written
 
 BICUBIC = 3  # as numbered by PIL
 

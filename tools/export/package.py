@@ -11,10 +11,10 @@ import torch
 from lion.config import ConfigError
 from lion.runs import LoadedRun
 from tools.compose import check_finite
-from tools.export.place import written
 from tools.export.ports import LENGTH
 from tools.export.program import make_program
 from tools.export.step import make_step
+from tools.place import written
 
 LARGEST = 1e-2  # difference between outputs of a program and of the model; rounding makes about 1e-5
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lion.runs import LoadedRun, count_parameters
-from tools.export.place import save_best, written
+from tools.place import save_best, written
 
 LEFT_OUT = ("events.", ".")  # beginnings of the names of TensorBoard's files and of hidden files
 

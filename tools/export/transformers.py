@@ -20,7 +20,7 @@ from tools.compose import open_tokenizer_of
 from tools.convert import CONVERTERS
 from tools.convert.files import CONFIG, FOLDER, safetensors
 from tools.convert.language import LanguageConverter
-from tools.export.place import written
+from tools.place import written
 
 
 def classic(run: LoadedRun) -> LanguageConverter | None:

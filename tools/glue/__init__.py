@@ -37,7 +37,7 @@ MEASURED = 8  # samples of a step that a dry run times
 
 
 def main(argv: list[str]) -> int:
-    args = options.glue(argv)
+    args = options.read("glue", argv)
     if args.seeds and args.seeds > len(SEEDS):
         raise ConfigError(f"--seeds: {args.seeds}, only {len(SEEDS)} are published: {', '.join(map(str, SEEDS))}")
     table = read_table(args.recipe, args.cited)

@@ -27,8 +27,8 @@ from tools.gpu.graphs import Graph, fake_module, trace
 from tools.gpu.lower import lower, operator_flops
 from tools.gpu.targets import Target
 
-# Operators without a kernel; fake gradients are cloned, and real gradients are used unchanged.
-FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size", "clone")
+FREE = ("empty", "detach", "alias", "_record_function", "device", "is_same_size")  # operators without a kernel
+FREE += ("clone",)  # of fake gradients; real gradients are used unchanged
 OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_")  # do not read their target
 
 

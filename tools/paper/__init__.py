@@ -49,7 +49,7 @@ class PaperJob(Job):
 
 
 def main(argv: list[str]) -> int:
-    args = options.paper(argv)
+    args = options.read("paper", argv)
     if args.save and not args.dry_run:
         raise ConfigError("--save: writes the estimates of --dry-run, which is missing")
     tables = read_tables()

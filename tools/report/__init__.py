@@ -32,7 +32,7 @@ USER_FILES = ("hf", "imagefolder", "text")  # data sets of user files
 
 
 def main(argv: list[str]) -> int:
-    args = options.report(argv)
+    args = options.read("report", argv)
     notes = read_notes(args.notes)
     sections = []
     for title, names in asked_for(args.runs, args.section).items():
