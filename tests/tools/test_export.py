@@ -25,9 +25,10 @@ from lion.trainer.compilation import missing_compiler
 from tests.helpers import ROOT, assert_in, column, here, refuse
 from tests.test_docs import blocks
 from tests.tools.untrained import text_info, untrained
+from tools import place
 from tools.cli import one_line
 from tools.compose import resolve
-from tools.export import FORMATS, aoti, place, pt2
+from tools.export import FORMATS, aoti, pt2
 from tools.export.onnx import solved
 from tools.export.ports import PORTS, Port, facts_of
 from tools.export.program import Program, make_program

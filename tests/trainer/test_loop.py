@@ -14,13 +14,13 @@ from tests.layers.helpers import close
 from tests.processes import Command, in_ranks
 from tests.trainer import toys
 from tests.trainer.helpers import (
+    are_same,
     assert_close,
     before_steps,
     differing,
     events_of,
     lines,
     logged,
-    same,
     stopped_at,
     train,
     trainer,
@@ -39,7 +39,7 @@ def test_a_stopped_run_ends_bit_for_bit_like_a_straight_one(tmp_path):
         stopped = train(path, tmp_path / "b", stop_at=stop)
         assert stopped.state.step == stop
     resumed = train(path, tmp_path / "b")
-    assert same(straight.model, resumed.model)
+    assert are_same(straight.model, resumed.model)
     a, b = (state_of(tmp_path / run) for run in "ab")
     assert straight.state.best == resumed.state.best and torch.equal(a["random"][0]["torch"], b["random"][0]["torch"])
     assert not differing(a["ema"], b["ema"])
@@ -132,7 +132,7 @@ def test_load_gives_the_best_weights(tmp_path):
     t.fit()
     (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe))
     model = load(tmp_path / "run", checkpoint="last")
-    assert not model.training and same(model, t.model)
+    assert not model.training and are_same(model, t.model)
     assert load_recipe(tmp_path / "run" / "recipe.yaml").model == recipe.model
 
 
