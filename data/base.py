@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from data.folders import user_path
 from lion.config import ConfigError, setting
-from lion.samples.base import Batch, Info, Splits
+from lion.samples.base import Batch, DeviceDataset, Info, Splits
 
 log = logging.getLogger("lion")
 
@@ -52,8 +52,9 @@ class DataConfig:
     def describe(self) -> str:
         """Return a line that describes the data without their location; for data of the Hub it holds their id."""
         path = getattr(self, "path", None)
-        hub = path is not None and re.fullmatch(r"[\w.-]+/[\w-]+", path) and not user_path(path).exists()
-        return f"{self.name} ({path})" if hub else self.name
+        if path is not None and re.fullmatch(r"[\w.-]+/[\w-]+", path) and not user_path(path).exists():
+            return f"{self.name} ({path})"
+        return self.name
 
     def resized(self, sample_size: int) -> Self:
         """Return settings of the same data in samples of another size, in `Info.size_unit`.
@@ -150,6 +151,15 @@ class DataSet(ABC):
         return default_collate(samples)
 
 
+class BatchedSamples(DeviceDataset):
+    """Samples that are built as whole batches; a sample is a row of a batch of one."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return {name: values[0] for name, values in self.batch([index], "cpu").items()}
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a lock file; wait while another process holds it.
@@ -222,3 +232,11 @@ def walk(root: Path) -> Iterator[tuple[str, list[str]]]:
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
         yield folder, files
+
+
+def files_below(root: Path) -> list[Path]:
+    """Return the files in and below a folder, see `walk`."""
+    found: list[Path] = []
+    for folder, names in walk(root):
+        found += [Path(folder, name) for name in names]
+    return found

@@ -53,7 +53,9 @@ def is_saved(path: Path) -> bool:
 def load_saved(path: Path) -> dict[str, Any]:
     """Return the tables of a folder written by `save_to_disk`, by split; a single table is `train`."""
     found = import_datasets().load_from_disk(str(path))
-    return dict(found) if isinstance(found, dict) else {"train": found}
+    if isinstance(found, dict):
+        return dict(found)
+    return {"train": found}
 
 
 @contextlib.contextmanager
@@ -69,9 +71,15 @@ def readable(path: Path | str, exists: bool) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # errors of the network, a missing set or a broken file share no type
-        reason = (str(error).splitlines() or [""])[0]
-        what = "cannot be read" if exists else "is not a local file or folder and cannot be loaded from the Hub"
-        raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {reason})") from None
+        what = "is not a local file or folder and cannot be loaded from the Hub"
+        if exists:
+            what = "cannot be read"
+        raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {first_line(error)})") from None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an error; empty without a message."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def configuration(root: Path, files: list[Path], split: str, subset: str | None) -> tuple[Path, list[Path]]:
@@ -121,9 +129,7 @@ def check_names(files: Iterable[Path | str]) -> None:
                 continue
             first, where = known.setdefault(column, (names, file))
             if names != first:
-                shown = " and ".join(
-                    f"{', '.join(some[:4])} in {place}" for some, place in ((first, where), (names, file))
-                )
+                shown = f"{', '.join(first[:4])} in {where} and {', '.join(names[:4])} in {file}"
                 raise ConfigError(f"data.path: the classes of column {column!r} differ: {shown}")
 
 

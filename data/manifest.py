@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,16 @@ def short_hash(decided: Any) -> str:
 def fingerprint_of(files: Mapping[str, FileRecord]) -> str:
     """Hash the content of files to twelve digits, independent of their folder."""
     return short_hash({name: held.sha256 for name, held in files.items()})
+
+
+def stamps(files: Iterable[Path]) -> list[list[Any]]:
+    """Return path, size and time of change of each file, which identify its content."""
+    found: list[list[Any]] = []
+    for file in files:
+        path = os.path.abspath(file)
+        status = os.stat(path)
+        found.append([path, status.st_size, status.st_mtime_ns])
+    return found
 
 
 def again(folder: Path) -> str:
@@ -59,7 +70,9 @@ def open_manifest(
         raise ConfigError(f"{folder / MANIFEST}: cannot be read ({reason}); {again(folder)}") from None
     for name, held in wanted.items():
         path = folder / name
-        found = path.stat().st_size if path.is_file() else 0
+        found = 0
+        if path.is_file():
+            found = path.stat().st_size
         if found != held.size:
             raise ConfigError(
                 f"{path}: {found:,} bytes, expected {held.size:,} by its manifest: a truncated {what}; {again(folder)}"

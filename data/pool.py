@@ -33,7 +33,9 @@ class InvalidPart(ConfigError):
 
 def worker_count(workers: int | None) -> int:
     """Return the number of processes that prepare data: `data.workers`, by default one per core."""
-    return len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers is None:
+        return len(os.sched_getaffinity(0))
+    return workers
 
 
 def beside(folder: Path) -> tuple[Path, Path]:
@@ -42,7 +44,8 @@ def beside(folder: Path) -> tuple[Path, Path]:
     Raises:
         ConfigError: One of the three paths exists and is not a folder.
     """
-    parts, partial = (folder.with_name(f"{folder.name}.{kind}") for kind in ("parts", "partial"))
+    parts = folder.with_name(f"{folder.name}.parts")
+    partial = folder.with_name(f"{folder.name}.partial")
     for path in (folder, parts, partial):
         if os.path.lexists(path) and not path.is_dir():
             raise ConfigError(f"{path}: exists and is not a folder; remove it")

@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 from torchvision.datasets import CIFAR10
 
-from data.base import walk
+from data.base import files_below
 from data.folders import root_of
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
-from data.lra.sequences import stamps
 from data.lra.store import Arrays, Part, Source, in_parts
+from data.manifest import stamps
 from data.vision.hf import HubConfig, HubPictures
 from data.vision.images import open_or_explain
 from data.vision.sources import Images, read_sample
@@ -48,10 +48,6 @@ class CifarPixels(PixelSet):
 
     Config = CifarPixelsConfig
 
-    @property
-    def held_out(self) -> dict[str, float]:
-        return {"val": self.config.val_split} if self.config.val_split else {}
-
     def is_prepared(self) -> bool:
         return self.place.exists() and super().is_prepared()
 
@@ -64,9 +60,9 @@ class CifarPixels(PixelSet):
         place = self.place
         if not place.exists():
             return {"path": self.config.path or "cifar10", "side": self.config.side}
-        files = (
-            [place] if place.is_file() else [Path(folder) / n for folder, names in walk(place) for n in sorted(names)]
-        )
+        files = [place]
+        if not place.is_file():
+            files = files_below(place)
         return {"files": stamps(files), "side": self.config.side}
 
     @property
@@ -74,27 +70,30 @@ class CifarPixels(PixelSet):
         """The path of torchvision's files, or of the files of `path`."""
         root = root_of("cifar10", self.config.path)
         batches = root / CIFAR10.base_folder
-        return batches if batches.is_dir() or not self.config.path else root
+        if batches.is_dir() or not self.config.path:
+            return batches
+        return root
 
     def source(self) -> Source:
+        config = self.config
         if self.place.name == CIFAR10.base_folder:
-            return Pictures(self.stored(), self.config)
-        return Pictures(HubPictures(HubConfig(path=self.config.path, **self.size)).build(), self.config)
-
-    @property
-    def size(self) -> dict[str, Any]:
-        return {"image_size": (self.config.side, self.config.side), "channels": 1}
+            return Pictures(self.stored(), config)
+        size = (config.side, config.side)
+        return Pictures(HubPictures(HubConfig(path=config.path, image_size=size, channels=1)).build(), config)
 
     def stored(self) -> Splits:
         """Return the splits of torchvision's files."""
-        root = str(self.place.parent)
-        return Cifar10(Cifar10Config(root=root, download=self.config.download, **self.size)).build()
+        root, side = str(self.place.parent), self.config.side
+        config = Cifar10Config(root=root, download=self.config.download, image_size=(side, side), channels=1)
+        return Cifar10(config).build()
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
         return {"pixels": torch.from_numpy(reduced(open_or_explain(path), math.isqrt(info.length), path))}
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
-        classes = 10 if manifest is None else manifest["classes"]
+        classes = 10
+        if manifest is not None:
+            classes = manifest["classes"]
         # mean and deviation as in S5
         return SequenceInfo(classes, self.config.side**2, mean=round(122.6 / 255, 4), std=round(61 / 255, 4))
 
@@ -134,7 +133,7 @@ class Pictures(Source):
         for row in range(part.first, part.first + part.count):
             where = f"{self.config.path or self.config.name}, {part.split} row {row + 1}"
             try:
-                picture, label = read_sample(images.source, images.indices[row] if images.indices else row)
+                picture, label = read_sample(images.source, images.indices[row])
             except Unreadable as error:
                 raise ConfigError(f"{where}: {error}") from None
             samples.append((reduced(picture, self.config.side, where), label))

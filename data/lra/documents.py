@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from abc import abstractmethod
 from collections import Counter
@@ -17,9 +18,9 @@ from torch import Tensor
 from data.folders import root_of, user_path
 from data.hub import check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
-from data.lra.sequences import END, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, stamps
+from data.lra.sequences import END, LENGTHS, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
-from data.manifest import short_hash
+from data.manifest import short_hash, stamps
 from data.splits import TEST, VAL
 from data.text.corpus import whole
 from data.vision.hf import tables_by_split
@@ -30,7 +31,8 @@ from lion.samples.sequences import SequenceInfo
 FIRST = 1 + max(PAD, UNKNOWN, END)  # id of the first byte or character
 ROWS = 1000  # rows of a table in a part
 EMPTY = ("", "b''", 'b""')  # empty documents: as text, and in the notation for bytes of LRA's files
-PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train", "train"), ("val", "eval"), ("test", "test"))}
+PAIRS = {"train": "new_aan_pairs.train.tsv", "val": "new_aan_pairs.eval.tsv", "test": "new_aan_pairs.test.tsv"}
+SPLITS = ("train", *VAL, *TEST)  # names of splits of files and tables
 
 
 @dataclass
@@ -57,7 +59,9 @@ class Ids:
 
     def __init__(self, length: int, characters: str | None = None) -> None:
         self.length = length
-        self.of = None if characters is None else {c: FIRST + i for i, c in enumerate(characters)}
+        self.of = None
+        if characters is not None:
+            self.of = dict(zip(characters, itertools.count(FIRST)))
 
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids (L,), with L at most `length`."""
@@ -69,11 +73,11 @@ class Ids:
 
     def arrays(self, rows: list[Row]) -> Arrays:
         arrays = {"label": np.array([row.label for row in rows], np.uint8)}
-        parts = len(rows[0].texts) if rows else 1
-        for i, (name, lengths) in enumerate((("tokens", "lengths"), ("second", "second_lengths"))[:parts]):
-            ids = [self.encode(row.texts[i]) for row in rows]
-            arrays |= {name: np.concatenate([*ids, np.empty(0, np.uint16)])}
-            arrays |= {lengths: np.array([len(each) for each in ids], np.int32)}
+        documents = zip(*(row.texts for row in rows))
+        for (name, lengths), texts in zip(LENGTHS.items(), documents):
+            ids = list(map(self.encode, texts))
+            arrays[name] = np.concatenate(ids)
+            arrays[lengths] = np.array(list(map(len, ids)), np.int32)
         return arrays
 
 
@@ -85,7 +89,11 @@ def count_characters(rows: Iterator[Row], config: DocumentConfig) -> str | None:
     for row in rows:
         for text in row.texts:
             found.update(text[: config.length - 1])
-    return "".join(sorted(c for c, n in found.items() if n >= config.min_count))
+    frequent = ""
+    for character, count in sorted(found.items()):
+        if count >= config.min_count:
+            frequent += character
+    return frequent
 
 
 class Documents(SequenceSet):
@@ -95,8 +103,11 @@ class Documents(SequenceSet):
     samples: int  # published number of training samples
 
     def identity(self) -> Any:
-        keys = ("tokenizer", "length", *(("min_count",) if self.config.tokenizer == "characters" else ()))
-        return {key: getattr(self.config, key) for key in keys} | {"files": self.place()}
+        config = self.config
+        decided = {"tokenizer": config.tokenizer, "length": config.length}
+        if config.tokenizer == "characters":
+            decided["min_count"] = config.min_count
+        return decided | {"files": self.place()}
 
     @abstractmethod
     def place(self) -> Any:
@@ -108,15 +119,20 @@ class Documents(SequenceSet):
 
     def kinds(self) -> dict[str, ArrayKind]:
         found = {"label": ArrayKind("uint8")}
-        for name, lengths in (("tokens", "lengths"), ("second", "second_lengths"))[: self.parts_of_a_sample]:
+        for name, lengths in list(LENGTHS.items())[: self.parts_of_a_sample]:
             found |= {name: ArrayKind("uint16", None), lengths: ArrayKind("int32")}
         return found
 
     def info(self, manifest: dict[str, Any]) -> SequenceInfo:
         characters = manifest["characters"]
-        if not isinstance(characters, type(None) if self.config.tokenizer == "bytes" else str):
+        kind = str
+        if self.config.tokenizer == "bytes":
+            kind = type(None)
+        if not isinstance(characters, kind):
             raise ValueError(f"characters: got {characters!r}, data.tokenizer is {self.config.tokenizer}")
-        vocabulary = FIRST + (256 if characters is None else len(characters))
+        vocabulary = FIRST + 256
+        if characters is not None:
+            vocabulary = FIRST + len(characters)
         alphabet = characters and short_hash(characters)
         return SequenceInfo(2, self.config.length, vocabulary, self.parts_of_a_sample, alphabet=alphabet)
 
@@ -131,12 +147,14 @@ class Documents(SequenceSet):
             text = user_path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read ({error})") from None
-        texts = text.split("\t", 1) if self.parts_of_a_sample == 2 else [text]
+        texts = text.split("\t", self.parts_of_a_sample - 1)
         if len(texts) != self.parts_of_a_sample:
             raise ConfigError(f"{path}: expected two documents separated by a tab")
-        characters = self.characters() if self.config.tokenizer == "characters" else None
+        characters = None
+        if self.config.tokenizer == "characters":
+            characters = self.characters()
         ids = Ids(info.length, characters)
-        return {name: torch.from_numpy(ids.encode(t).astype(np.int64)) for name, t in zip(("tokens", "second"), texts)}
+        return {name: torch.from_numpy(ids.encode(text).astype(np.int64)) for name, text in zip(LENGTHS, texts)}
 
     def characters(self) -> str:
         """Return the characters of the prepared samples."""
@@ -148,15 +166,20 @@ class DocumentLines(Lines):
 
     def __init__(self, files: dict[str, Path], config: DocumentConfig) -> None:
         super().__init__(files)
-        train = (p for p in self.parts() if p.split == "train")
-        self.characters = count_characters((self.row(*row) for part in train for row in self.rows(part)), config)
+        self.characters = count_characters(self.training_rows(), config)
         self.ids = Ids(config.length, self.characters)
+
+    def training_rows(self) -> Iterator[Row]:
+        for part in self.parts():
+            if part.split == "train":
+                for where, line in self.rows(part):
+                    yield self.row(where, line)
 
     def describe(self) -> dict[str, Any]:
         return {"characters": self.characters}
 
     def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
-        return self.ids.arrays([self.row(*row) for row in rows])
+        return self.ids.arrays([self.row(where, line) for where, line in rows])
 
     @abstractmethod
     def row(self, where: Place, line: str) -> Row:
@@ -191,10 +214,6 @@ class Imdb(Documents):
 
     Config, samples = ImdbConfig, 25_000
 
-    @property
-    def held_out(self) -> dict[str, float]:
-        return {"val": self.config.val_split} if self.config.val_split else {}
-
     def build(self) -> Splits:
         if self.config.val_split and self.folder.is_dir() and "val" in self.manifest()["samples"]:
             raise ConfigError("data.val_split: data set 'imdb' already has validation documents, leave it null")
@@ -204,7 +223,9 @@ class Imdb(Documents):
         if not self.config.path:
             raise ConfigError("data.path: missing, expected a Hub id, or a folder with train.jsonl and test.jsonl")
         root = user_path(self.config.path)
-        return stamps([file for files in self.files(root).values() for file in files]) if root.exists() else str(root)
+        if not root.exists():
+            return str(root)
+        return stamps(itertools.chain.from_iterable(self.files(root).values()))
 
     def files(self, root: Path) -> dict[str, list[Path]]:
         """Return the files of JSON lines, or else of parquet, by split.
@@ -212,23 +233,35 @@ class Imdb(Documents):
         Raises:
             ConfigError: There are no training documents, or no documents for validation.
         """
-        lines = {split: root / f"{split}.jsonl" for split in ("train", *VAL, *TEST)}
-        found = {split: [path] for split, path in lines.items() if path.is_file()}
+        found = {}
+        for split in SPLITS:
+            path = root / f"{split}.jsonl"
+            if path.is_file():
+                found[split] = [path]
         if not found and root.is_dir():
             tables = tables_by_split(root, "train")
-            found = {split: [Path(f) for f in tables[split]] for split in ("train", *VAL, *TEST) if split in tables}
-        if "train" not in found or (len(found) < 2 and not self.config.val_split):
+            for split in SPLITS:
+                if split in tables:
+                    found[split] = list(map(Path, tables[split]))
+        missing = None
+        if "train" not in found:
+            missing = "train"
+        elif len(found) < 2 and not self.config.val_split:
+            missing = "test"
+        if missing is not None:
             raise ConfigError(
-                f"data set '{self.config.name}': no {'test' if 'train' in found else 'train'}.jsonl in {root}; "
+                f"data set '{self.config.name}': no {missing}.jsonl in {root}; "
                 "data.path must be a Hub id, or a folder with train.jsonl and test.jsonl or such parquet files"
             )
         return found
 
     def source(self) -> Source:
         root = user_path(self.config.path)
-        files = self.files(root) if root.exists() else None
-        if files is not None and files["train"][0].suffix == ".jsonl":
-            return Reviews({known(split): paths[0] for split, paths in files.items()}, self.config)
+        files = None
+        if root.exists():
+            files = self.files(root)
+            if files["train"][0].suffix == ".jsonl":
+                return Reviews({known(split): paths[0] for split, paths in files.items()}, self.config)
         tables = load_table(self.config.path, files)
         if "train" not in tables or (len(tables) < 2 and not self.config.val_split):
             raise ConfigError(
@@ -240,7 +273,9 @@ class Imdb(Documents):
 
 def known(split: str) -> str:
     """Map the name of a split to `train`, `val` or `test`."""
-    return "val" if split in VAL else split
+    if split in VAL:
+        return "val"
+    return split
 
 
 def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]:
@@ -251,13 +286,18 @@ def load_table(path: str, files: dict[str, list[Path]] | None) -> dict[str, Any]
     """
     datasets = import_datasets()
     if files is not None:
-        check_names(file for some in files.values() for file in some)
+        check_names(itertools.chain.from_iterable(files.values()))
     with readable(path, files is not None):
         if files is None:
             found = datasets.load_dataset(path)
         else:
-            found = datasets.load_dataset("parquet", data_files={s: [str(f) for f in fs] for s, fs in files.items()})
-    return {known(split): found[split] for split in found if split in ("train", *VAL, *TEST)}
+            names = {split: list(map(str, paths)) for split, paths in files.items()}
+            found = datasets.load_dataset("parquet", data_files=names)
+    tables = {}
+    for split in found:
+        if split in SPLITS:
+            tables[known(split)] = found[split]
+    return tables
 
 
 def review(row: Any, where: Any) -> Row:
@@ -320,11 +360,10 @@ class Aan(Documents):
     Config, samples, parts_of_a_sample = AanConfig, 147_086, 2
 
     def files(self) -> dict[str, Path]:
-        root = root_of("aan", self.config.path)
-        return dict(zip(PAIRS, checked_files(self.config.name, root, list(PAIRS.values()))))
+        return checked_files(self.config.name, root_of("aan", self.config.path), PAIRS)
 
     def place(self) -> Any:
-        return stamps(list(self.files().values()))
+        return stamps(self.files().values())
 
     def source(self) -> Source:
         return Pairs(self.files(), self.config)
@@ -340,9 +379,9 @@ class Pairs(DocumentLines):
                 f"{where}: expected label, two names and two documents separated by tabs, got {len(columns)} columns"
             )
         label, _, _, first, second = columns
-        empty = [which for which, text in (("first", first), ("second", second)) if text.strip() in EMPTY]
-        if empty:
-            raise ConfigError(f"{where}: incomplete pair, the {empty[0]} document is empty")
+        for which, text in (("first", first), ("second", second)):
+            if text.strip() in EMPTY:
+                raise ConfigError(f"{where}: incomplete pair, the {which} document is empty")
         if label.strip() not in ("0", "1", "0.0", "1.0"):
             raise ConfigError(f"{where}: expected label 0 or 1, got {label[:20]!r}")
         return Row((first, second), int(float(label)))

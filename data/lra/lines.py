@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.lra.store import Arrays, Part, Source
+from data.lra.store import Arrays, Part, Source, in_parts
 from data.text.corpus import BORDERS, SHARD, Slice, cut
 from lion.config import ConfigError
 
@@ -34,16 +34,12 @@ class Lines(Source):
 
     def __init__(self, files: dict[str, Path], *, header: str | None = None) -> None:
         self.files, self.header = files, header
-        empty = next((path for path in files.values() if not path.stat().st_size), None)
-        if empty is not None:
-            raise ConfigError(f"{empty}: no rows, the file is empty")
+        for path in files.values():
+            if not path.stat().st_size:
+                raise ConfigError(f"{path}: no rows, the file is empty")
 
     def parts(self) -> list[Part]:
-        return [
-            Part(split, number, first, SHARD)
-            for split, path in self.files.items()
-            for number, first in enumerate(range(0, path.stat().st_size, SHARD))
-        ]
+        return in_parts({split: path.stat().st_size for split, path in self.files.items()}, SHARD)
 
     def make(self, part: Part) -> Arrays:
         return self.arrays(list(self.rows(part)))
@@ -68,16 +64,18 @@ class Lines(Source):
         path = self.files[part.split]
         size = os.path.getsize(path)
         try:
-            end = min(part.first + part.count, size)
-            raw, begin = cut(Slice(str(path), part.first, end, size), BORDERS["line"])
+            raw, begin = cut(Slice(str(path), part.first, part.first + part.count, size), BORDERS["line"])
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
         for index, line in enumerate(raw.split(b"\n")):
             if not line.strip(b" \r"):  # a line of tabs is a row of empty columns, so it counts
                 continue
             where, top = Place(path, begin, index), begin == index == 0
+            encoding = "utf-8"
+            if top:
+                encoding = "utf-8-sig"
             try:
-                text = line.decode("utf-8-sig" if top else "utf-8").rstrip("\r")
+                text = line.decode(encoding).rstrip("\r")
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8 text ({error.reason})") from None
             if not top or self.header is None:

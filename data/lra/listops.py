@@ -7,6 +7,7 @@ files are not tokens: they only group the tokens into a binary tree.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import statistics
 from collections.abc import Callable
@@ -29,9 +30,9 @@ from data.lra.sequences import (
     SequenceSet,
     TokenConfig,
     checked_files,
-    stamps,
 )
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts, write_part
+from data.manifest import stamps
 from data.pool import read_part
 from lion.config import ConfigError, setting
 from lion.samples.seeds import derive
@@ -44,10 +45,10 @@ OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[SM": lambda values: sum(values) % 10,
 }
 CLOSE = "]"
-TOKENS = (*map(str, range(10)), *OPERATORS, CLOSE)
-IDS = {"<pad>": PAD, "<unk>": UNKNOWN, "<eos>": END, **{token: 3 + i for i, token in enumerate(TOKENS)}}
-OF_TOKEN = {token: IDS[token] for token in TOKENS}
-OF_ID = {i: token for token, i in IDS.items()}
+TOKENS = (*"0123456789", *OPERATORS, CLOSE)
+OF_TOKEN = dict(zip(TOKENS, itertools.count(3)))
+IDS = {"<pad>": PAD, "<unk>": UNKNOWN, "<eos>": END} | OF_TOKEN
+OF_ID = dict(zip(IDS.values(), IDS))
 DIGIT, CLOSING = IDS["0"], IDS[CLOSE]
 FILES = {"train": "basic_train.tsv", "val": "basic_val.tsv", "test": "basic_test.tsv"}  # files of LRA
 LEAF = 0.75  # probability that a node below the root is a digit
@@ -106,15 +107,16 @@ class ListOps(SequenceSet):
 
     def identity(self) -> Any:
         if self.config.path:
-            return {"files": stamps(list(self.files().values())), "length": self.config.length}
+            return {"files": stamps(self.files().values()), "length": self.config.length}
         return self.config.decided("length", "pad")
 
     def files(self) -> dict[str, Path]:
-        found = checked_files(self.config.name, user_path(self.config.path), list(FILES.values()))
-        return dict(zip(FILES, found))
+        return checked_files(self.config.name, user_path(self.config.path), FILES)
 
     def source(self) -> Source:
-        return Rows(self.files(), self.config.length) if self.config.path else Generator(self.config)
+        if self.config.path:
+            return Rows(self.files(), self.config.length)
+        return Generator(self.config)
 
     def kinds(self) -> dict[str, ArrayKind]:
         return {"tokens": ArrayKind("uint8", None), "lengths": ArrayKind("int32"), "label": ArrayKind("uint8")}
@@ -163,8 +165,9 @@ def evaluate(ids: list[int], where: Place | str) -> int:
                 raise ConfigError(f"{where}: token {i} is a ']' that closes nothing")
             if not values:
                 raise ConfigError(f"{where}: the operator that token {i} closes has no arguments")
-            (operator, outer), inner = stack.pop(), values
-            values = [*outer, OPERATORS[OF_ID[operator]](inner)] if outer else [OPERATORS[OF_ID[operator]](inner)]
+            operator, outer = stack.pop()
+            outer.append(OPERATORS[OF_ID[operator]](values))
+            values = outer
         elif DIGIT <= token < DIGIT + 10:
             values.append(token - DIGIT)
         else:
@@ -179,12 +182,26 @@ def evaluate(ids: list[int], where: Place | str) -> int:
 
 def arrays_of(samples: list[tuple[list[int], int]]) -> Arrays:
     """Return the arrays of samples (ids, value), and append the end token to each sample."""
-    rows = [[*ids, END] for ids, _ in samples]
+    tokens, lengths, values = [], [], []
+    for ids, value in samples:
+        tokens += ids
+        tokens.append(END)
+        lengths.append(len(ids) + 1)
+        values.append(value)
     return {
-        "tokens": np.array([i for row in rows for i in row], np.uint8),
-        "lengths": np.array([len(row) for row in rows], np.int32),
-        "label": np.array([value for _, value in samples], np.uint8),
+        "tokens": np.array(tokens, np.uint8),
+        "lengths": np.array(lengths, np.int32),
+        "label": np.array(values, np.uint8),
     }
+
+
+def split_rows(arrays: Arrays) -> list[np.ndarray]:
+    """Return the ids of each sample, with the end token."""
+    return np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])
+
+
+def digest_of(ids: bytes) -> bytes:
+    return hashlib.blake2b(ids, digest_size=16).digest()
 
 
 class Rows(Lines):
@@ -195,7 +212,7 @@ class Rows(Lines):
         self.length = length
 
     def arrays(self, rows: list[tuple[Place, str]]) -> Arrays:
-        return arrays_of([self.sample(*row) for row in rows])
+        return arrays_of([self.sample(where, line) for where, line in rows])
 
     def sample(self, where: Place, line: str) -> tuple[list[int], int]:
         source, tab, target = line.partition("\t")
@@ -226,8 +243,11 @@ class Generator(Source):
         return in_parts(self.config.counts(), PART)
 
     def make(self, part: Part) -> Arrays:
-        drawn = (self.draw(part.split, i) for i in range(part.first, part.first + part.count))
-        return arrays_of([(ids, evaluate(ids, "generated")) for ids in drawn])
+        samples = []
+        for number in range(part.first, part.first + part.count):
+            ids = self.draw(part.split, number)
+            samples.append((ids, evaluate(ids, "generated")))
+        return arrays_of(samples)
 
     def draw(self, split: str, number: int, attempt: int = 0) -> list[int]:
         """Draw an expression and return its ids.
@@ -249,18 +269,18 @@ class Generator(Source):
 
     def finish(self, path: Callable[[Part], Path]) -> None:
         """Replace duplicates in order, so that every expression occurs once and in one split only."""
-        parts, seen, again = self.parts(), set[bytes](), list[tuple[Part, int]]()
-        for part in parts:
-            arrays = read_part(path(part))
-            for i, ids in enumerate(np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])):
-                if (digest := hashlib.blake2b(ids.tobytes(), digest_size=16).digest()) in seen:
-                    again.append((part, i))
+        seen: set[bytes] = set()
+        again: dict[Part, list[int]] = {}
+        for part in self.parts():
+            for i, ids in enumerate(split_rows(read_part(path(part)))):
+                digest = digest_of(ids.tobytes())
+                if digest in seen:
+                    again.setdefault(part, []).append(i)
                 seen.add(digest)
-        for part in dict.fromkeys(part for part, _ in again):
+        for part, places in again.items():
             arrays = read_part(path(part))
-            rows = np.split(arrays["tokens"], arrays["lengths"].cumsum()[:-1])
-            samples = [(row[:-1].tolist(), int(label)) for row, label in zip(rows, arrays["label"])]
-            for i in (i for other, i in again if other == part):
+            samples = [(row[:-1].tolist(), int(label)) for row, label in zip(split_rows(arrays), arrays["label"])]
+            for i in places:
                 ids = self.unseen(part.split, part.first + i, seen)
                 samples[i] = ids, evaluate(ids, "generated")
             write_part(path(part), arrays_of(samples))
@@ -273,7 +293,7 @@ class Generator(Source):
         """
         for attempt in range(1, 1000):
             ids = self.draw(split, number, attempt)
-            digest = hashlib.blake2b(bytes([*ids, END]), digest_size=16).digest()
+            digest = digest_of(bytes([*ids, END]))
             if digest not in seen:
                 seen.add(digest)
                 return ids

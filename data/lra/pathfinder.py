@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -16,8 +17,9 @@ from data.folders import user_path
 from data.lra.pathfinder_contours import Contours, draw
 from data.lra.pathfinder_dashes import DISC_EDGE, Shape
 from data.lra.pixels import PixelConfig, PixelSet, arrays_of, grey
-from data.lra.sequences import GeneratedConfig, stamps
+from data.lra.sequences import GeneratedConfig
 from data.lra.store import Arrays, Part, Source, in_parts
+from data.manifest import stamps
 from data.vision.images import open_or_explain
 from lion.config import ConfigError, setting
 from lion.samples.seeds import derive
@@ -103,12 +105,14 @@ class PathfinderConfig(GeneratedConfig, PixelConfig):
 
     def shapes(self) -> list[Shape]:
         """Return the shape of the dashes for each of the margins."""
-        drawn = (self.paddle_length, self.paddle_thickness)
-        return [Shape(self.side, *drawn, margin, self.antialias, self.continuity) for margin in self.margins]
+        shape = Shape(self.side, self.paddle_length, self.paddle_thickness, 0, self.antialias, self.continuity)
+        return [shape._replace(margin=margin) for margin in self.margins]
 
     def contours(self) -> Contours:
         length = self.distractor_length or max(1, self.contour_length // 3)
-        others = self.distractor_dashes // length if self.distractors is None else self.distractors
+        others = self.distractors
+        if others is None:
+            others = self.distractor_dashes // length
         return Contours(
             shape=self.shapes()[0],
             margins=self.margins,
@@ -135,7 +139,9 @@ class Pathfinder(PixelSet):
         return self.config.decided()
 
     def source(self) -> Source:
-        return Folder(self.config, self.metadata()) if self.config.path else Generator(self.config)
+        if self.config.path:
+            return Folder(self.config, self.metadata())
+        return Generator(self.config)
 
     def metadata(self) -> list[Path]:
         """Return LRA's metadata files of the task with this contour length, in order.
@@ -150,24 +156,30 @@ class Pathfinder(PixelSet):
                 f"data.contour_length: LRA's images have {', '.join(map(str, FOLDERS))} dashes per contour"
             )
         places = (root, root / name, root / f"pathfinder{config.side}" / name)
-        found = next((p for p in places if p.name == name and (p / "metadata").is_dir()), None)
-        if found is None:
+        for place in places:
+            folder = place / "metadata"
+            if place.name == name and folder.is_dir():
+                break
+        else:
             raise ConfigError(
                 f"data set '{config.name}': no folder {places[1] / 'metadata'}; data.path must be LRA's folder "
                 f"pathfinder{config.side}, the task needs its {name} (data.contour_length={config.contour_length})"
             )
-        files = [p for p in (found / "metadata").glob("*.npy") if p.stem.isdecimal()]
+        files = []
+        for path in folder.glob("*.npy"):
+            if path.stem.isdecimal():
+                files.append(path)
         if not files:
-            raise ConfigError(
-                f"data set '{config.name}': no metadata in {found / 'metadata'}, expected 0.npy, 1.npy, .."
-            )
-        return sorted(files, key=lambda p: int(p.stem))
+            raise ConfigError(f"data set '{config.name}': no metadata in {folder}, expected 0.npy, 1.npy, ..")
+        return sorted(files, key=lambda path: int(path.stem))
 
     def info(self, manifest: dict[str, Any] | None = None) -> SequenceInfo:
         return SequenceInfo(classes=2, length=self.config.side**2, mean=0.5, std=0.5)
 
     def published(self) -> tuple[SequenceInfo, int]:
-        samples = 160_000 if self.config.path else self.config.samples
+        samples = self.config.samples
+        if self.config.path:
+            samples = 160_000
         return self.info(), min(samples, self.config.limit or samples)
 
 
@@ -216,7 +228,7 @@ class Folder(Source):
 
     def __init__(self, config: PathfinderConfig, metadata: list[Path]) -> None:
         self.side, self.size = config.side, config.part
-        self.samples = once([sample for path in metadata for sample in read_metadata(path)])
+        self.samples = once(list(itertools.chain.from_iterable(map(read_metadata, metadata))))
         if self.side == EMPTY_SIDE:
             self.samples = [sample for sample in self.samples if not is_empty(sample[0])]
         if not self.samples:
@@ -239,7 +251,10 @@ def read_metadata(path: Path) -> Iterator[tuple[Path, int]]:
     try:
         with open(path, "rb") as file:
             text = file.read(6) != b"\x93NUMPY"
-        rows = [line.split() for line in path.read_text().splitlines()] if text else np.load(path).tolist()
+        if text:
+            rows = [line.split() for line in path.read_text().splitlines()]
+        else:
+            rows = np.load(path).tolist()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a metadata file ({error})") from None
     root = path.parent.parent

@@ -188,7 +188,8 @@ class Targets:
         self.slots = min(SLOTS, PARALLEL_ATTEMPTS * len(keys))
         self.chance = Chance(np.zeros(self.slots, np.int64))
         self.field = Field(contours, table, self.slots)
-        self.dash, self.start = (np.zeros((self.slots, 2, contours.length), np.int64) for _ in range(2))
+        self.dash = np.zeros((self.slots, 2, contours.length), np.int64)
+        self.start = self.dash.copy()
         self.pivot = np.zeros((self.slots, 2), np.int64)
 
     def draw(self) -> tuple[np.ndarray, np.ndarray]:
@@ -199,7 +200,8 @@ class Targets:
         """
         many, length = len(self.keys), self.contours.length
         best, tried = np.full(many, NO_ATTEMPT), np.zeros(many, np.int64)  # best attempt, number of attempts
-        dash, start = (np.zeros((many, 2, length), np.int64) for _ in range(2))
+        dash = np.zeros((many, 2, length), np.int64)
+        start = dash.copy()
         slots, step = np.arange(self.slots), np.full(self.slots, -1)
         picture, attempt, next_one, done = np.zeros(self.slots, np.int64), np.full(self.slots, NO_ATTEMPT), 0, 0
         while len(slots):
@@ -358,7 +360,9 @@ class Canvas:
             image[cells] = np.maximum(image[cells], brightness * copies.values[which])
 
         for contour in range(self.dash.shape[1]):
-            brightness = contours.brightness if contour < 2 else contours.distractor_brightness
+            brightness = contours.brightness
+            if contour >= 2:
+                brightness = contours.distractor_brightness
             for number in range(self.count[:, contour].max()):
                 rows = every[self.count[:, contour] > number]
                 here = (rows, contour, number)

@@ -123,8 +123,9 @@ def dashes(shape: Shape) -> Dashes:
     degrees, angles = np.deg2rad(np.arange(SEEDS) - 180), np.arctan2(circle[:, 0], circle[:, 1])
     half, border = shape.half, shape.border
     # dashes after the first of a contour are drawn backwards
-    fine = np.stack([line(angle, half, shape) for angle in [*degrees, *(angles + np.pi)]])
-    ink, room = (shrunk(each, 2 * half + 1) for each in (fine, dilated(fine, margin * scale)))
+    fine = np.stack([line(angle, half, shape) for angle in np.concatenate([degrees, angles + np.pi])])
+    ink = shrunk(fine, 2 * half + 1)
+    room = shrunk(dilated(fine, margin * scale), 2 * half + 1)
     wide = dilated(np.pad(room, ((0, 0), (margin, margin), (margin, margin))), margin)
     solid = np.where(room == SOLID, room, 0)
     solid[:, half, half] = SOLID  # at least the first pixel of the dash

@@ -61,7 +61,7 @@ def grey(picture: Image.Image, side: int, where: str) -> np.ndarray:
     if picture.size != (side, side):
         width, height = picture.size
         raise ConfigError(f"{where}: an image of {width} x {height} pixels, expected {side} x {side}")
-    return np.array(picture if picture.mode == "L" else picture.convert("L")).reshape(-1)
+    return np.array(picture.convert("L")).reshape(-1)
 
 
 def arrays_of(samples: list[tuple[np.ndarray, int]]) -> dict[str, Any]:

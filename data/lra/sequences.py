@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,6 +21,7 @@ from data.lra.store import (
     Source,
     check_manifest,
     check_sums,
+    counted,
     files_of,
     open_arrays,
     prepare,
@@ -35,6 +35,7 @@ from lion.samples.base import Batch, DeviceDataset, Splits, moved
 from lion.samples.sequences import SHAPES, SequenceInfo, padded_length
 
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
+LENGTHS = {"tokens": "lengths", "second": "second_lengths"}  # by array of tokens, the array of lengths
 MOST = 10_000_000  # maximum number of generated samples of a split, a hundred times LRA's
 SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
@@ -92,7 +93,9 @@ class GeneratedConfig(SequenceConfig):
     def decided(self, *outside: str) -> dict[str, Any]:
         """Return the settings that determine the samples; the settings named in `outside` do not."""
         outside += ("name", "root", "workers", "path", "limit", "samples", "val_samples", "test_samples")
-        settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in outside}
+        settings = dict(vars(self))
+        for name in outside:
+            del settings[name]
         return settings | {"counts": self.counts()}
 
 
@@ -112,15 +115,20 @@ class Collate:
             batch["label"] = torch.tensor([sample["label"] for sample in samples])
         if "pixels" in samples[0]:
             return {"pixels": torch.stack([sample["pixels"] for sample in samples]), **batch}
-        names = [name for name in ("tokens", "second") if name in samples[0]]
+        names, shape = ["tokens"], (len(samples), -1)
+        if "second" in samples[0]:
+            names, shape = ["tokens", "second"], (len(samples), 2, -1)
+        shapes = SHAPES
+        if self.pad == "length":
+            shapes = 1
         rows = [sample[name] for sample in samples for name in names]
         longest = max(map(len, rows))
-        length = padded_length(longest, self.length, 1 if self.pad == "length" else SHAPES)
+        length = padded_length(longest, self.length, shapes)
         tokens = torch.full((len(rows), max(length, longest)), PAD)
         segments = torch.full_like(tokens, -1)
         for i, row in enumerate(rows):
-            tokens[i, : len(row)], segments[i, : len(row)] = row, 0
-        shape = (len(samples), *((2,) if len(names) == 2 else ()), -1)
+            tokens[i, : len(row)] = row
+            segments[i, : len(row)] = 0
         return {"tokens": tokens.view(shape), "segments": segments.view(shape), **batch}
 
 
@@ -136,8 +144,10 @@ class Sequences(DeviceDataset):
 
     def __init__(self, arrays: Arrays, collate: Collate, indices: Sequence[int]) -> None:
         self.arrays, self.collate, self.indices = arrays, collate, np.asarray(indices)
-        lengths = {"tokens": "lengths", "second": "second_lengths"}
-        self.ends = {name: np.cumsum(arrays[n], dtype=np.int64) for name, n in lengths.items() if name in arrays}
+        self.borders: dict[str, np.ndarray] = {}
+        for name, lengths in LENGTHS.items():
+            if name in arrays:
+                self.borders[name] = np.pad(np.cumsum(arrays[lengths], dtype=np.int64), (1, 0))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -150,8 +160,8 @@ class Sequences(DeviceDataset):
         sample: dict[str, Any] = {"label": int(self.arrays["label"][i])}
         if "pixels" in self.arrays:
             return {"pixels": torch.from_numpy(self.arrays["pixels"][i].copy()), **sample}
-        for name, ends in self.ends.items():
-            ids = self.arrays[name][ends[i - 1] if i else 0 : ends[i]]
+        for name, borders in self.borders.items():
+            ids = self.arrays[name][borders[i] : borders[i + 1]]
             sample[name] = torch.from_numpy(ids.astype(np.int64))
         return sample
 
@@ -167,7 +177,14 @@ class SequenceSet(DataSet):
 
     Info = SequenceInfo
     workers = 0  # whole batches are built in microseconds
-    held_out: dict[str, float] = {}  # noqa: RUF012  # shares of the training samples that become the other splits
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """The shares of the training samples that become other splits."""
+        share = getattr(self.config, "val_split", None)
+        if share is None:
+            return {}
+        return {"val": share}
 
     @abstractmethod
     def identity(self) -> Any:
@@ -230,8 +247,7 @@ class SequenceSet(DataSet):
         """
         manifest = self.manifest()
         check_sums(self.folder, manifest)
-        samples = ", ".join(f"{n:,} {split}" for split, n in manifest["samples"].items())
-        return f"{self.folder}: {samples}, checksums match"
+        return f"{self.folder}: {counted(manifest['samples'])}, checksums match"
 
     def build(self) -> Splits:
         config, folder = self.config, self.folder
@@ -240,19 +256,30 @@ class SequenceSet(DataSet):
         manifest = self.manifest()
         info = self.info(manifest)
         collate = self.collate_of(info)
-        chosen = {split: list(range(size)) for split, size in manifest["samples"].items()}
-        if missing := {split: share for split, share in self.held_out.items() if split not in chosen}:
+        chosen: dict[str, list[int]] = {}
+        arrays: dict[str, Arrays] = {}
+        for split, size in manifest["samples"].items():
+            chosen[split] = list(range(size))
+            arrays[split] = open_arrays(folder, manifest, split)
+        missing: dict[str, float] = {}
+        for split, share in self.held_out.items():
+            if split not in chosen:
+                missing[split] = share
+                arrays[split] = arrays["train"]
+        if missing:
             parts = split_indices(len(chosen["train"]), tuple(missing.values()), SPLIT_SEED)
             chosen |= dict(zip(("train", *missing), parts))
         if config.limit is not None:
             kept = split_indices(len(chosen["train"]), (), SPLIT_SEED)[0][: config.limit]
             chosen["train"] = [chosen["train"][i] for i in kept]
-        if empty := [split for split, indices in chosen.items() if not indices]:
-            raise ConfigError(f"data set '{config.name}': too few samples in {folder}, none is left for {empty[0]}")
-        arrays = {split: open_arrays(folder, manifest, split) for split in manifest["samples"]}
-        arrays |= dict.fromkeys(missing, arrays["train"])
-        made = {split: Sequences(arrays[split], collate, chosen[split]) for split in arrays}
-        val, test = (made["val"], made.get("test")) if "val" in made else (made["test"], None)
+        made: dict[str, Sequences] = {}
+        for split, indices in chosen.items():
+            if not indices:
+                raise ConfigError(f"data set '{config.name}': too few samples in {folder}, none is left for {split}")
+            made[split] = Sequences(arrays[split], collate, indices)
+        val, test = made.get("val"), made.get("test")
+        if val is None:
+            val, test = test, None
         fingerprint = fingerprint_of(files_of(manifest))
         return Splits(made["train"], val, test, info, collate, fingerprint=fingerprint)
 
@@ -263,20 +290,16 @@ class SequenceSet(DataSet):
         return Collate(getattr(self.config, "length", 1), "batch")(samples)
 
 
-def checked_files(name: str, root: Path, wanted: Sequence[str]) -> list[Path]:
-    """Return the paths of the files of a folder.
+def checked_files(name: str, root: Path, wanted: dict[str, str]) -> dict[str, Path]:
+    """Return the paths of the files of a folder, by split.
 
     Raises:
         ConfigError: A file is missing.
     """
-    for file in wanted:
-        if not (root / file).is_file():
-            raise ConfigError(
-                f"data set '{name}': no file {root / file}; data.path must be a folder with {', '.join(wanted)}"
-            )
-    return [root / file for file in wanted]
-
-
-def stamps(files: Sequence[Path]) -> list[list[Any]]:
-    """Return path, size and time of change of each file, which identify its content."""
-    return [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in (Path(os.path.abspath(f)) for f in files)]
+    found = {}
+    for split, file in wanted.items():
+        found[split] = root / file
+        if not found[split].is_file():
+            names = ", ".join(wanted.values())
+            raise ConfigError(f"data set '{name}': no file {root / file}; data.path must be a folder with {names}")
+    return found

@@ -43,11 +43,11 @@ class Part(NamedTuple):
 
 def in_parts(counts: dict[str, int], size: int) -> list[Part]:
     """Divide splits with these numbers of samples into parts of `size` samples."""
-    return [
-        Part(split, number, first, min(size, count - first))
-        for split, count in counts.items()
-        for number, first in enumerate(range(0, count, size))
-    ]
+    parts = []
+    for split, count in counts.items():
+        for number, first in enumerate(range(0, count, size)):
+            parts.append(Part(split, number, first, min(size, count - first)))
+    return parts
 
 
 class Source(ABC):
@@ -100,14 +100,20 @@ def prepare(folder: Path, open_source: Callable[[], Source], identity: Any, *, w
         source.finish(path)
         arrays = join(emptied(partial), kept, parts)
         samples = {part.split: arrays[f"{part.split}.label"]["shape"][0] for part in parts}
-        if empty := [split for split, size in samples.items() if not size]:
-            shutil.rmtree(partial)
-            raise ConfigError(f"{source.origin(empty[0])}: no samples, none is left for {empty[0]}")
+        for split, size in samples.items():
+            if not size:
+                shutil.rmtree(partial)
+                raise ConfigError(f"{source.origin(split)}: no samples, none is left for {split}")
         manifest = {"format": FORMAT, "samples": samples, "arrays": arrays, **source.describe()}
         save_json(partial / MANIFEST, {**manifest, "of": identity})
-        return f"{', '.join(f'{n:,} {split}' for split, n in samples.items())} samples"
+        return f"{counted(samples)} samples"
 
     create(folder, fill)
+
+
+def counted(samples: dict[str, int]) -> str:
+    """Return the numbers of samples of all splits, for a message."""
+    return ", ".join(f"{size:,} {split}" for split, size in samples.items())
 
 
 def part_path(kept: Path, part: Part) -> Path:
@@ -165,32 +171,39 @@ def check_manifest(held: dict[str, Any], kinds: dict[str, ArrayKind]) -> None:
     if "train" not in samples or (generated and samples != generated):
         raise ValueError(f"samples: expected {generated or 'train and others'}, got {samples}")
     if odd := arrays.keys() ^ {f"{split}.{name}" for split in samples for name in kinds}:
-        raise ValueError(f"arrays: {min(odd)} is {'not expected' if min(odd) in arrays else 'missing'}")
+        what = "missing"
+        if min(odd) in arrays:
+            what = "not expected"
+        raise ValueError(f"arrays: {min(odd)} is {what}")
     for split, size in samples.items():
         for name, (kind, each) in kinds.items():
             found = arrays[f"{split}.{name}"]
-            count, *rest = found["shape"]
-            whole = all(type(n) is int and n > 0 for n in (size, count, *rest))
-            wanted = [size, *each] if each is not None else [max(size, count)]  # a sample has at least one token
-            if not whole or found["type"] != kind or [count, *rest] != wanted:
+            shape = found["shape"]
+            whole = all(type(n) is int and n > 0 for n in (size, *shape))
+            wanted = [max(size, shape[0])]  # a sample has at least one token
+            if each is not None:
+                wanted = [size, *each]
+            if not whole or found["type"] != kind or shape != wanted:
                 raise ValueError(f"{split}.{name}: expected {kind} {wanted}, got {found['type']} {found['shape']}")
 
 
 def files_of(held: dict[str, Any]) -> dict[str, FileRecord]:
     """Return the files of the arrays listed in a manifest."""
-    return {
-        f"{name}.bin": FileRecord(int(np.prod(a["shape"])) * np.dtype(a["type"]).itemsize, a["sha256"])
-        for name, a in held["arrays"].items()
-    }
+    files = {}
+    for name, array in held["arrays"].items():
+        size = int(np.prod(array["shape"])) * np.dtype(array["type"]).itemsize
+        files[f"{name}.bin"] = FileRecord(size, array["sha256"])
+    return files
 
 
 def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
     """Memory-map the arrays of a split; data are read only on access."""
-    return {
-        name.partition(".")[2]: np.memmap(folder / f"{name}.bin", held["type"], "r", shape=tuple(held["shape"]))
-        for name, held in manifest["arrays"].items()
-        if name.startswith(f"{split}.")
-    }
+    arrays = {}
+    for name, held in manifest["arrays"].items():
+        owner, _, own = name.partition(".")
+        if owner == split:
+            arrays[own] = np.memmap(folder / f"{name}.bin", held["type"], "r", shape=tuple(held["shape"]))
+    return arrays
 
 
 def check_sums(folder: Path, held: dict[str, Any]) -> None:

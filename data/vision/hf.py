@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from data.base import walk
+from data.base import files_below
 from data.folders import PLACED, user_path
 from data.hub import check_names, configuration, import_datasets, is_saved, load_saved, readable
 from data.splits import TEST, VAL, by_split, canonical
@@ -119,8 +119,7 @@ def tables_by_split(root: Path, train: str, subset: str | None = None) -> dict[s
     Raises:
         ConfigError: There are several configurations, or others than `subset`.
     """
-    paths = (Path(folder, name) for folder, names in walk(root) for name in names if name.endswith(".parquet"))
-    files = sorted(path.relative_to(root) for path in paths)
+    files = sorted(path.relative_to(root) for path in files_below(root) if path.name.endswith(".parquet"))
     root, files = configuration(root, files, train, subset)
     return {split: list(map(str, group)) for split, group in by_split(root, files, train).items()}
 

@@ -11,6 +11,7 @@ from PIL import Image, ImageFile
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from data.hub import first_line
 from lion.config import ConfigError
 from lion.progress import progress
 from lion.samples.base import Unreadable
@@ -26,12 +27,14 @@ class Images(Dataset):
 
     def __init__(self, source: Any, transform: Any, indices: list[int] | None = None) -> None:
         self.source, self.transform, self.indices = source, transform, indices
+        if indices is None:
+            self.indices = range(len(source))
 
     def __len__(self) -> int:
-        return len(self.source) if self.indices is None else len(self.indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        picture, label = read_sample(self.source, index if self.indices is None else self.indices[index])
+        picture, label = read_sample(self.source, self.indices[index])
         return {"image": self.transform(picture), "label": label}
 
 
@@ -42,11 +45,14 @@ class Decoded:
         self.classes = source.classes
         pixels, self.shapes, labels = [], [], []
         for picture, label in decode(source, indices):
-            pixels.append(np.asarray(picture if picture.mode in ("L", "RGB") else picture.convert("RGB")))
-            self.shapes.append(pixels[-1].shape)
+            if picture.mode not in ("L", "RGB"):
+                picture = picture.convert("RGB")
+            values = np.asarray(picture)
+            pixels.append(values.ravel())
+            self.shapes.append(values.shape)
             labels.append(label)
-        self.starts = np.cumsum([0, *(p.size for p in pixels)])
-        self.bytes, self.labels = np.concatenate([p.ravel() for p in pixels]), np.array(labels)
+        self.starts = np.cumsum([0, *map(len, pixels)])
+        self.bytes, self.labels = np.concatenate(pixels), np.array(labels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,7 +68,8 @@ def decode(source: Any, indices: list[int] | None = None) -> Iterator[tuple[Any,
     Raises:
         ConfigError: A sample cannot be read. A cache cannot replace it by a neighbour, as the loader does.
     """
-    indices = range(len(source)) if indices is None else indices
+    if indices is None:
+        indices = range(len(source))
     for index in progress(indices, desc="decoding", unit="images"):
         try:
             yield read_sample(source, index)
@@ -80,8 +87,10 @@ def read_sample(source: Any, index: int) -> tuple[Any, int]:
         return source[index]
     except Exception as error:
         files = getattr(source, "samples", None)
-        name = files[index][0] if files else f"sample {index}"
-        reason = (str(error).splitlines() or ["no reason given"])[0]
+        name = f"sample {index}"
+        if files:
+            name = files[index][0]
+        reason = first_line(error) or "no reason given"
         raise Unreadable(f"{name} ({type(error).__name__}: {reason})") from error
 
 
