@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.base import walk
+from data.base import files_below
 from data.folders import check_path, user_path
 from data.hub import configuration, import_datasets, is_saved, load_saved, readable
+from data.manifest import stamps
 from data.splits import by_split, canonical
 from data.text.tables import kinds_of
 from lion.config import ConfigError, nearest
@@ -85,7 +86,9 @@ class Texts:
         self.corpus, self.most = corpus, most
 
     def __iter__(self) -> Iterator[str]:
-        step = 1 if self.most is None else max(1, len(self.corpus) * SHARD // self.most)
+        step = 1
+        if self.most is not None:
+            step = max(1, len(self.corpus) * SHARD // self.most)
         shards, taken = range(0, len(self.corpus), step), 0
         for number, shard in enumerate(shards, 1):
             for piece in self.corpus.read(shard):
@@ -105,12 +108,10 @@ class Files(Corpus):
         if column is not None and not any(path.name.lower().endswith(JSON) for path in files):
             raise ConfigError(f"data.column: {column!r}, but {files[0]} is plain text, without columns; leave it null")
         self.document, self.column, self.shards = document, column, list[list[Slice]]()
-        described, room = [], 0
-        for path in files:
-            status = path.stat()
-            described.append([str(path), status.st_size, status.st_mtime_ns])
-            for begin in range(0, status.st_size, SHARD):
-                part = Slice(str(path), begin, min(begin + SHARD, status.st_size), status.st_size)
+        described, room = stamps(files), 0
+        for path, size, _ in described:
+            for begin in range(0, size, SHARD):
+                part = Slice(path, begin, min(begin + SHARD, size), size)
                 if room < part.end - begin:
                     self.shards.append([])
                     room = SHARD
@@ -123,31 +124,43 @@ class Files(Corpus):
 
     def read(self, shard: int) -> Iterator[Piece]:
         for part in self.shards[shard]:
-            rows = part.path.lower().endswith(JSON)
+            rows, unit = part.path.lower().endswith(JSON), self.document
+            if rows:
+                unit = "line"
             try:
-                raw, begin = cut(part, BORDERS["line" if rows else self.document])
+                raw, begin = cut(part, BORDERS[unit])
             except OSError as error:
                 raise ConfigError(f"{part.path}: {error.strerror}") from None
             first, last = begin == 0, part.end == part.size
+            encoding = "utf-8"
+            if first:
+                encoding = "utf-8-sig"
             try:
-                text = raw.decode("utf-8-sig" if first else "utf-8").replace("\r\n", "\n")
+                text = raw.decode(encoding).replace("\r\n", "\n")
             except UnicodeDecodeError as error:
                 odd = f"byte {begin + error.start} is {raw[error.start]:#04x}"
                 raise ConfigError(
                     f"{part.path}: not UTF-8 text, {odd} ({error.reason}); convert it with iconv"
                 ) from None
             if rows:
-                yield from (Piece(t) for t in self.rows(part.path, text) if t.strip())
-            elif self.document == "file":
+                documents = self.rows(part.path, text)
+            elif unit == "line":
+                documents = text.split("\n")
+            elif unit == "paragraph":
+                documents = re.split(r"\n[ \t\r]*\n", text)
+            else:
+                documents = []
                 if text.strip() or not (first and last):
                     yield Piece(text, first, last)
-            else:
-                documents = text.split("\n") if self.document == "line" else re.split(r"\n[ \t\r]*\n", text)
-                yield from (Piece(t) for t in documents if t.strip())
+            for document in documents:
+                if document.strip():
+                    yield Piece(document)
 
     def origin(self, shard: int) -> str:
-        paths = dict.fromkeys(part.path for part in self.shards[shard])
-        return ", ".join(paths) if len(paths) < 3 else f"{next(iter(paths))} and {len(paths) - 1} others"
+        paths = list(dict.fromkeys(part.path for part in self.shards[shard]))
+        if len(paths) < 3:
+            return ", ".join(paths)
+        return f"{paths[0]} and {len(paths) - 1} others"
 
     def rows(self, path: str, text: str) -> Iterator[str]:
         for line in filter(str.strip, text.split("\n")):
@@ -160,8 +173,9 @@ class Files(Corpus):
     @functools.cached_property
     def text_column(self) -> str:
         """The column of the text in all JSON lines: the one set, else the one found in the first line."""
-        paths = dict.fromkeys(part.path for shard in self.shards for part in shard if part.path.lower().endswith(JSON))
-        for path in paths:
+        for path, _, _ in self.identity["files"]:
+            if not path.lower().endswith(JSON):
+                continue
             with open(path, encoding="utf-8-sig", errors="replace") as file:
                 for line in filter(str.strip, file):
                     return find_column(parse_row(line, path), self.column, path)
@@ -181,8 +195,7 @@ class Table(Corpus):
         if row is None:
             raise ConfigError(f"data.path: {path!r} has no rows")
         self.column = find_column(row, column, path)
-        described = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-        self.identity = {"table": described or [path, subset, split], "column": self.column}
+        self.identity = {"table": stamps(files) or [path, subset, split], "column": self.column}
 
     def __len__(self) -> int:
         return self.stream.num_shards
@@ -220,13 +233,13 @@ def open_stream(path: str, subset: str | None, split: str, files: tuple[str, ...
                 raise ConfigError(f"data.source: {path} has no split {split!r}, {nearest(split, found)}")
             rows = found[split]
             return rows.to_iterable_dataset(num_shards=max(1, len(rows) // ROWS))
-        if files:
-            # the default batch size fails for files without rows
-            options = {"split": "train", "streaming": True, "batch_size": ROWS}
-            stream = datasets.load_dataset("parquet", data_files=list(files), **options)
-        else:
-            stream = datasets.load_dataset(path, subset, split=split, streaming=True)
-        return stream.reshard() if files else stream
+        if not files:
+            return datasets.load_dataset(path, subset, split=split, streaming=True)
+        # the default batch size fails for files without rows
+        stream = datasets.load_dataset(
+            "parquet", data_files=list(files), split="train", streaming=True, batch_size=ROWS
+        )
+        return stream.reshard()
 
 
 def open_corpus(path: str, *, document: str, column: str | None, subset: str | None, split: str) -> Corpus:
@@ -246,23 +259,36 @@ def open_corpus(path: str, *, document: str, column: str | None, subset: str | N
             f"data.path: {root} is a table, expected .txt, .jsonl or .parquet; data.name=labelled_text reads tables of "
             "texts with labels, for task sequence_classification"
         )
-    files = [root] if root.is_file() else files_of_split(root, subset, split)
-    if any(suffix(p) in (".parquet", *JSON) for p in files):  # such as a clone from the Hub
-        cards = [p for p in files if suffix(p) == ".md"]
-        files = [p for p in files if p not in cards]
-        if cards:
-            log.info("%s: the folder holds tables, so %s is not read", path, ", ".join(sorted(p.name for p in cards)))
-    rows = sorted(p for p in files if suffix(p) == ".parquet")
-    if rows and rows == sorted(files):
+    files = [root]
+    if not root.is_file():
+        files = files_of_split(root, subset, split)
+    tables = any(suffix(file) in (".parquet", *JSON) for file in files)  # such as a clone from the Hub
+    cards, rows, texts, others = [], [], [], []
+    for file in sorted(files):
+        if tables and suffix(file) == ".md":
+            cards.append(file)
+        elif suffix(file) == ".parquet":
+            rows.append(file)
+        elif suffix(file) in JSON + TEXT or file == root:
+            texts.append(file)
+        else:
+            others.append(file)
+    if cards:
+        names = ", ".join(sorted(card.name for card in cards))
+        log.info("%s: the folder holds tables, so %s is not read", path, names)
+    if rows and not texts and not others:
         return Table(path, None, "train", column, rows)
-    texts = sorted(p for p in files if suffix(p) in (*JSON, *TEXT) or p == root)
-    texts = [p for p in texts if p not in rows]
     if not texts or rows:
-        found = ", ".join(sorted({p.suffix or p.name for p in files})[:5]) or "nothing"
+        found = suffixes(rows + texts + others) or "nothing"
         raise ConfigError(f"data.path: {path} holds {found}; expected .txt and .jsonl files, or only .parquet files")
-    if unread := sorted({p.suffix or p.name for p in files} - {p.suffix for p in texts}):
-        log.info("%s: files of other kinds are not read: %s", path, ", ".join(unread[:5]))
+    if others:
+        log.info("%s: files of other kinds are not read: %s", path, suffixes(others))
     return Files(texts, document=document, column=column)
+
+
+def suffixes(files: list[Path]) -> str:
+    """Return the suffixes of files, the name of one without a suffix, for a message."""
+    return ", ".join(sorted({file.suffix or file.name for file in files})[:5])
 
 
 def suffix(path: Path) -> str:
@@ -278,7 +304,7 @@ def files_of_split(root: Path, subset: str | None, split: str) -> list[Path]:
     Raises:
         ConfigError: There are several configurations or splits, but not the one that is set.
     """
-    files = [(Path(folder) / name).relative_to(root) for folder, names in walk(root) for name in names]
+    files = [path.relative_to(root) for path in files_below(root)]
     root, files = configuration(root, files, split, subset)
     splits = by_split(root, files)
     name = canonical(split) or split
@@ -312,7 +338,9 @@ def following(file: Any, place: int, before: int, size: int, pattern: re.Pattern
     last = b""
     while place < before and (block := file.read(BLOCK)):
         if found := pattern.search(last + block):  # a border may span two blocks
-            return place + found.end() if place + found.start() < before else size
+            if place + found.start() < before:
+                return place + found.end()
+            return size
         place, last = place + len(last), block
     return size
 

@@ -95,9 +95,13 @@ class Glue(LabelledSequences):
 
     def build(self) -> Splits:
         info = self.described(self.task.classes)
-        first, *more = self.task.validation
-        parts = {split: self.split(split, info) for split in ("train", first, *filter(self.has, more))}
-        found = {split.partition("_")[2]: parts[split] for split in more if split in parts}
+        first = self.task.validation[0]
+        parts = {"train": self.split("train", info), first: self.split(first, info)}
+        found = {}
+        for split in self.task.validation[1:]:
+            if self.has(split):
+                parts[split] = self.split(split, info)
+                found[split.partition("_")[2]] = parts[split]
         same = fingerprint(parts)
         return Splits(parts["train"], parts[first], None, info, order=self.order, more=found, fingerprint=same)
 
@@ -119,7 +123,9 @@ class Glue(LabelledSequences):
 
     def label(self, value: Any, where: str) -> int | float:
         classes, (least, most) = self.task.classes, NUMBERS
-        number = number_in(value) if isinstance(value, str) else value  # cells of tables are text
+        number = value
+        if isinstance(value, str):  # a cell of a table
+            number = number_in(value)
         valued = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
         if classes and valued and number == int(number) and 0 <= number < len(classes):
             return int(number)
@@ -139,13 +145,15 @@ class Glue(LabelledSequences):
             return config.path
         folder = root / config.task
         if not folder.is_dir():
-            there = [name for name in TASKS if (root / name).is_dir()]
-            has = f"{root} has {', '.join(there)}" if there else f"{root} has no GLUE task"
-            raise ConfigError(f"data set 'glue': no folder {folder} (data.path is the folder of the tasks); {has}")
-        found = next((folder / f"{split}{end}" for end in KINDS if (folder / f"{split}{end}").is_file()), None)
-        if found is None:
-            raise ConfigError(f"data set 'glue': no {split}.jsonl (or {', '.join(KINDS[1:])}) in {folder}")
-        return found
+            there = ", ".join(name for name in TASKS if (root / name).is_dir()) or "no GLUE task"
+            raise ConfigError(
+                f"data set 'glue': no folder {folder} (data.path is the folder of the tasks); {root} has {there}"
+            )
+        for end in KINDS:
+            file = folder / f"{split}{end}"
+            if file.is_file():
+                return file
+        raise ConfigError(f"data set 'glue': no {split}.jsonl (or {', '.join(KINDS[1:])}) in {folder}")
 
     def has(self, split: str) -> bool:
         """Return whether an optional split exists."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import re
@@ -89,8 +90,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             log.warning("%s: test is skipped, none of its labels is one of the training rows", self.origin("test"))
             del rows["test"]
         built = {name: self.sequences(iter(some), self.origin(name), info) for name, some in rows.items()}
-        train, val, test = (built.get(name) for name in NAMES.values())
-        return Splits(train, val, test, info, order=self.order, fingerprint=fingerprint(built))
+        same = fingerprint(built)
+        return Splits(built["train"], built["val"], built.get("test"), info, order=self.order, fingerprint=same)
 
     def published(self) -> tuple[LabelledTextInfo, int] | None:
         path = self.config.path
@@ -122,7 +123,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             return read_tokenizer(self.kept, name)
         if name not in BUILT_IN[1:]:
             return open_tokenizer(name)
-        texts = [text for where, row in self.rows["train"] for text in self.texts(row, where)]
+        texts: list[str] = []
+        for where, row in self.rows["train"]:
+            texts += self.texts(row, where)
         return make_tokenizer(name, texts, self.config.vocabulary)
 
     @functools.cached_property
@@ -160,7 +163,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             kept, held = split_indices(len(every), (share,))
             if not kept or not held:
                 raise ConfigError(f"data.val_split: {share:g} of {len(every)} rows leaves a split empty")
-            found["train"], found["val"] = ([every[i] for i in sorted(part)] for part in (kept, held))
+            found["train"] = [every[i] for i in sorted(kept)]
+            found["val"] = [every[i] for i in sorted(held)]
         return found
 
     @functools.cached_property
@@ -179,24 +183,27 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                 raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
             return {"train": (path, None, "train")}
         if is_saved(path):
-            found = named({split: split for split in load_saved(path)})
-            return {name: (path, None, split) for name, split in found.items()}
+            return named({split: (path, None, split) for split in load_saved(path)})
         if path.is_dir():
             found = named(tables_in(path))
             if "train" not in found:
                 raise ConfigError(f"data.path: no file train.csv in {path} (or train with one of {kinds})")
+            places, parquet = {}, []
             for name, files in found.items():
+                file = files[0]
                 if len(files) > 1:
-                    both = " and ".join(file.name for file in files[:2])
+                    both = f"{file.name} and {files[1].name}"
                     raise ConfigError(f"data.path: {path}: {both} are both of split {name}; remove or rename one")
-            check_names(files[0] for files in found.values() if files[0].suffix.lower() == ".parquet")
-            return {name: (files[0], None, name) for name, files in found.items()}
+                places[name] = (file, None, name)
+                if file.suffix.lower() == ".parquet":
+                    parquet.append(file)
+            check_names(parquet)
+            return places
         check_path(config.path)
         names = hub_splits(config.path, config.subset)
         if "train" not in names:
             raise ConfigError(f"data.path: {config.path!r} has no split 'train', it has {', '.join(names)}")
-        found = named({name: name for name in names})
-        return {name: (config.path, config.subset, split) for name, split in found.items()}
+        return named({split: (config.path, config.subset, split) for split in names})
 
     def origin(self, split: str) -> str:
         return str(self.places.get(split, self.places["train"])[0])
@@ -222,15 +229,17 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         if self.config.label_column is not None:
             return self.config.label_column
         _, row = self.read["train"][0]
-        found = next((name for name in LABELS if name in row), None)
-        if found is None:
-            raise ConfigError(f"data.label_column: must be set to one of {', '.join(row)}")
-        return found
+        for name in LABELS:
+            if name in row:
+                return name
+        raise ConfigError(f"data.label_column: must be set to one of {', '.join(row)}")
 
     @functools.cached_property
     def labelled(self) -> list[Row]:
         """The rows whose labels are known in training."""
-        return [*self.rows["train"], *(() if "val" in self.places else self.rows["val"])]
+        if "val" in self.places:
+            return self.rows["train"]
+        return self.rows["train"] + self.rows["val"]
 
     @functools.cached_property
     def labels(self) -> list[Any]:
@@ -257,14 +266,20 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         """
         source = self.places["train"][0]
         cells = isinstance(source, Path) and source.suffix.lower() in DIALECTS
-        numbers = [number_in(x) if cells and isinstance(x, str) else x for x in self.labels]
-        odd = [x for x, value in zip(self.labels, numbers) if not isinstance(value, (int, float))]
-        fractions = any(isinstance(value, float) and not value.is_integer() for value in numbers)
+        odd, fractions = [], False
+        for label in self.labels:
+            number = label
+            if cells and isinstance(label, str):
+                number = number_in(label)
+            if not isinstance(number, (int, float)):
+                odd.append(label)
+            elif isinstance(number, float) and not number.is_integer():
+                fractions = True
         if odd and all(isinstance(x, str) and DECIMAL_COMMA.fullmatch(x.strip()) for x in odd):
             right = odd[0].strip().replace(",", ".")
             raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r}; write numbers as {right}")
         missing = all(isinstance(x, str) and x.strip().lower() in MISSING for x in odd)
-        if odd and (fractions or (missing and len(odd) < len(numbers))):
+        if odd and (fractions or (missing and len(odd) < len(self.labels))):
             raise ConfigError(f"data.label_column: {self.label_column!r} holds {odd[0]!r} among numbers")
         return not odd
 
@@ -272,8 +287,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         """Return a label as a number if the training labels are numbers; else text without blanks around it."""
         if not isinstance(value, str):
             return value
-        number = number_in(value) if self.numeric else None
-        return value.strip() if number is None else number
+        if self.numeric and (number := number_in(value)) is not None:
+            return number
+        return value.strip()
 
     @functools.cached_property
     def place(self) -> dict[Any, int]:
@@ -294,8 +310,10 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         if not 2 <= len(labels) <= CLASSES:
             found = f"{self.label_column!r} has {len(labels):,} different labels"
             raise ConfigError(f"data.label_column: {found}, expected 2 to {CLASSES:,}")
-        numbers = not any(isinstance(label, str) for label in labels)
-        return {label: i for i, label in enumerate(sorted(labels) if numbers else sorted(labels, key=str))}
+        key = None
+        if any(isinstance(label, str) for label in labels):
+            key = str
+        return dict(zip(sorted(labels, key=key), itertools.count()))
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
@@ -303,7 +321,12 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
             names = names_of_classes(*self.places["train"], self.label_column)
             if names and all(label in range(len(names)) for label in self.place):
                 return tuple(names[label] for label in self.place)
-        return tuple(str(int(label) if isinstance(label, float) else label) for label in self.place)
+        texts = []
+        for label in self.place:
+            if isinstance(label, float):
+                label = int(label)
+            texts.append(str(label))
+        return tuple(texts)
 
     def is_label(self, value: Any) -> bool:
         value = self.typed(value)
@@ -314,7 +337,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
     def label(self, value: Any, where: str) -> int | float:
         typed = self.typed(value)
         if self.is_label(typed):
-            return self.place[typed] if self.place else float(typed)
+            if self.place:
+                return self.place[typed]
+            return float(typed)
         if not self.place:
             raise ConfigError(f"{where}: {self.label_column}: expected a number, got {value!r}")
         raise ConfigError(
@@ -325,14 +350,17 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
 
 def tables_in(folder: Path) -> dict[str, list[Path]]:
     """Return the tables in a folder by split; without one of the split train, tables that name no split are train."""
-    tables = [path.relative_to(folder) for path in sorted(folder.iterdir()) if is_table(path)]
-    splits = {file: split_of(file) for file in tables}
+    splits: dict[Path, str | None] = {}
+    for path in filter(is_table, sorted(folder.iterdir())):
+        file = path.relative_to(folder)
+        splits[file] = split_of(file)
     if "train" in splits.values():
         others = [file for file, split in splits.items() if split is None]
         if others:
             say_once(f"{folder}: files that name no split are left out: {names_text(others)}")
-        tables = [file for file in tables if file not in others]
-    return by_split(folder, tables)
+        for file in others:
+            del splits[file]
+    return by_split(folder, splits)
 
 
 def is_table(path: Path) -> bool:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from data.base import BatchedSamples
 from data.text.store import Tokens
-from lion.samples.base import Batch, DeviceDataset, moved
+from lion.samples.base import Batch, moved
 
 
-class TokenLayout(DeviceDataset):
+class TokenLayout(BatchedSamples):
     """Deterministic samples {tokens (L,)}, with {segments (L,)} in layouts that separate documents."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
@@ -25,11 +25,6 @@ class TokenLayout(DeviceDataset):
     @abstractmethod
     def rows(self, samples: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arrays (B, L) of the samples with indices (B,)."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return {name: values[0] for name, values in self.batch([index], "cpu").items()}
 
     def batch(
         self, indices: Sequence[int], device: torch.device | str, generator: torch.Generator | None = None

@@ -81,11 +81,14 @@ def prepare(
             raise
         shutil.copy(parts / TOKENIZER, partial / TOKENIZER)
         described = {"name": tokenizer.name, "vocabulary": tokenizer.vocabulary, "special": tokenizer.special}
+        by = "documents"
+        if by_tail:
+            by = "tail"
         manifest = {
             "format": FORMAT,
             "tokenizer": {**described, "fingerprint": tokenizer.fingerprint},
             **splits,
-            "held_out": {"share": held_out, "by": "tail" if by_tail else "documents", "seed": SEED},
+            "held_out": {"share": held_out, "by": by, "seed": SEED},
             "corpus": corpus.identity,
         }
         save_json(partial / MANIFEST, manifest)
@@ -144,8 +147,10 @@ def assemble(
     """
     frame = tokenizer.frame
     documents = bodies = 0
-    for part in (read_part(path, Part) for path in parts):
-        documents, bodies = documents + int(part.begins.sum()), bodies + len(part.ids)
+    for path in parts:
+        part = read_part(path, Part)
+        documents += int(part.begins.sum())
+        bodies += len(part.ids)
     total = bodies + documents * (len(frame[0]) + len(frame[1]))
     if not bodies:
         raise ConfigError("data.path: no tokens, the text is empty")
@@ -161,9 +166,11 @@ def assemble(
     else:
         count, cut = min(max(1, round(held_out * documents)), documents - 1), total
         chosen = np.sort(permute(torch.arange(count), documents, SEED).numpy())
-    train, val = (Writer(folder, split, id_type(tokenizer.vocabulary)) for split in SPLITS)
+    kind = id_type(tokenizer.vocabulary)
+    train, val = Writer(folder, "train", kind), Writer(folder, "val", kind)
     seen, written = 0, 0  # number of documents that have begun, number of ids
-    for part in (read_part(path, Part) for path in parts):
+    for path in parts:
+        part = read_part(path, Part)
         ids, lengths = with_special_tokens(part, *frame)
         number = seen + part.begins.cumsum() - 1  # (P,) index of the document of each piece
         out = np.isin(number, chosen)
@@ -182,7 +189,7 @@ def assemble(
         log.warning(
             "data.path: %s are held out, asked for %g %%; data.split=tail holds out the end", much, 100 * held_out
         )
-    return {split: writer.close() for split, writer in zip(SPLITS, (train, val))}, tail
+    return {"train": train.close(), "val": val.close()}, tail
 
 
 def with_special_tokens(part: Part, before: list[int], after: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -198,6 +205,7 @@ def with_special_tokens(part: Part, before: list[int], after: list[int]) -> tupl
     body = np.ones(len(ids), bool)
     for places, frame in ((starts[part.begins], before), (stops[part.ends] - len(after), after)):
         for i, token in enumerate(frame):
-            ids[places + i], body[places + i] = token, False
+            ids[places + i] = token
+            body[places + i] = False
     ids[body] = part.ids
     return ids, lengths

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from data.base import DataConfig, DataSet
+from data.base import BatchedSamples, DataConfig, DataSet
 from data.hub import import_datasets, load_saved, readable
 from data.text.tables import DIALECTS, json_rows, table_rows
 from data.text.tokenizers import Tokenizer
 from lion.config import ConfigError, nearest, setting
-from lion.samples.base import Batch, DeviceDataset, moved
+from lion.samples.base import Batch, moved
 from lion.samples.order import Order, Sequential, Shuffled
 from lion.samples.sequences import SHAPES, padded_length
 from lion.samples.text import LabelledTextInfo
@@ -61,27 +60,24 @@ class Sample(NamedTuple):
     first: int
 
 
-class Sequences(DeviceDataset):
+class Sequences(BatchedSamples):
     """Samples in memory, with batches {tokens, types, segments (B, L), label (B,)}."""
 
     def __init__(self, samples: list[Sample], labels: list[int] | list[float], padding: Padding) -> None:
-        lengths = [len(s.ids) for s in samples]
-        self.ids = np.concatenate([np.asarray(s.ids, np.int32) for s in samples])
-        self.ends = np.cumsum(lengths)
-        self.firsts = np.asarray([s.first for s in samples])
+        parts = [np.asarray(sample.ids, np.int32) for sample in samples]
+        self.ids = np.concatenate(parts)
+        self.ends = np.cumsum(list(map(len, parts)))
+        self.firsts = np.asarray([sample.first for sample in samples])
         self.labels, self.padding = torch.tensor(labels), padding
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def sample(self, index: int) -> Sample:
-        start = self.ends[index - 1] if index else 0
+        start = 0
+        if index:
+            start = self.ends[index - 1]
         return Sample(self.ids[start : self.ends[index]], int(self.firsts[index]))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return {name: values[0] for name, values in self.batch([index], "cpu").items()}
 
     def batch(self, indices: list[int], device: torch.device | str, generator: torch.Generator | None = None) -> Batch:
         made = {**self.padding.rows([self.sample(i) for i in indices]), "label": self.labels[indices]}
@@ -115,7 +111,9 @@ class Padding(NamedTuple):
         tokens = np.full((len(samples), length), self.token, np.int64)
         types, segments = np.zeros_like(tokens), np.full_like(tokens, -1)
         for row, (ids, first) in enumerate(samples):
-            tokens[row, : len(ids)], segments[row, : len(ids)], types[row, first : len(ids)] = ids, 0, 1
+            tokens[row, : len(ids)] = ids
+            types[row, first : len(ids)] = 1
+            segments[row, : len(ids)] = 0
         arrays = {"tokens": tokens, "types": types, "segments": segments}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
@@ -147,11 +145,15 @@ class LabelledSequences(DataSet):
 
     @property
     def order(self) -> Order:
-        return Shuffled() if self.config.shuffle else Sequential()
+        if self.config.shuffle:
+            return Shuffled()
+        return Sequential()
 
     @property
     def padding(self) -> Padding:
-        shapes = 1 if self.config.padding == "max_length" else SHAPES
+        shapes = SHAPES
+        if self.config.padding == "max_length":
+            shapes = 1
         return Padding(self.tokenizer.special.get("pad", 0), self.config.length, shapes)
 
     def described(self, classes: tuple[str, ...]) -> LabelledTextInfo:
@@ -180,7 +182,7 @@ class LabelledSequences(DataSet):
             if len(held) == AT_ONCE:
                 samples += self.encoded(held, info)
                 held.clear()
-        samples += self.encoded(held, info) if held else []
+        samples += self.encoded(held, info)
         if not samples:
             raise ConfigError(f"{source}: no rows, the file is empty")
         if empty:
@@ -203,10 +205,16 @@ class LabelledSequences(DataSet):
         parts = [self.tokenizer.encode_all(part) for part in zip(*texts)]
         found = []
         for ids in zip(*parts):
-            a, b = ids if len(ids) == 2 else (ids[0], [])
-            keep_a, keep_b = cut(len(a), len(b), self.config.length - 1 - len(ids))
-            first = [cls, *a[:keep_a], sep]
-            found.append(Sample(first + ([*b[:keep_b], sep] if len(ids) == 2 else []), len(first)))
+            second = []
+            if len(ids) == 2:
+                second = ids[1]
+            keep_first, keep_second = cut(len(ids[0]), len(second), self.config.length - 1 - len(ids))
+            sequence = [cls, *ids[0][:keep_first], sep]
+            first = len(sequence)
+            if len(ids) == 2:
+                sequence += second[:keep_second]
+                sequence.append(sep)
+            found.append(Sample(sequence, first))
         return found
 
     @property
@@ -243,13 +251,12 @@ def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
     datasets = import_datasets()
     if not isinstance(source, Path):
         return datasets.load_dataset(source, subset, split=split)
-    options: dict[str, Any] = {"data_files": {split: str(source)}, "split": split, "streaming": True}
-    return datasets.load_dataset("parquet", **options)
+    return datasets.load_dataset("parquet", data_files={split: str(source)}, split=split, streaming=True)
 
 
 def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
-    if isinstance(source, Path) and source.suffix.lower() in (*JSON, *DIALECTS):
+    if isinstance(source, Path) and source.suffix.lower() in JSON + tuple(DIALECTS):
         return ()
     with readable(source, isinstance(source, Path)):
         features = getattr(open_rows(source, subset, split), "features", None) or {}
@@ -267,4 +274,6 @@ def cut(first: int, second: int, room: int) -> tuple[int, int]:
         long = max(short, room - short)
     if short + long > room:
         short, long = room // 2, room - room // 2
-    return (short, long) if first <= second else (long, short)
+    if first <= second:
+        return short, long
+    return long, short

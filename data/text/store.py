@@ -27,7 +27,9 @@ SPLITS = ("train", "val")
 
 def id_type(vocabulary: int) -> np.dtype:
     """Return the smallest dtype that holds the ids of a vocabulary."""
-    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+    if vocabulary <= 2**16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
 
 
 class Tokens:
@@ -104,9 +106,13 @@ def files_of(held: dict[str, Any]) -> dict[str, FileRecord]:
     """
     TextInfo.from_dict({**held["tokenizer"], "tokenizer": held["tokenizer"]["name"], "length": 1})
     each = id_type(held["tokenizer"]["vocabulary"]).itemsize
-    sizes = {f"{split}.bin": held[split]["tokens"] * each for split in SPLITS}
-    sizes |= {f"{split}.ends": held[split]["documents"] * 8 for split in SPLITS}
-    return {name: FileRecord(size, held[name.partition(".")[0]]["sha256"][name]) for name, size in sizes.items()}
+    files = {}
+    for split in SPLITS:
+        sums = held[split]["sha256"]
+        ids, ends = f"{split}.bin", f"{split}.ends"
+        files[ids] = FileRecord(held[split]["tokens"] * each, sums[ids])
+        files[ends] = FileRecord(held[split]["documents"] * 8, sums[ends])
+    return files
 
 
 def check_sums(folder: Path) -> None:
@@ -142,7 +148,9 @@ class KeepsTokenizer(DataSet):
 
     def restore(self, folder: Path, settings: dict[str, Any]) -> None:
         same = settings.get("tokenizer") == self.config.tokenizer
-        self.kept = folder if same and (folder / TOKENIZER).is_file() else None
+        self.kept = None
+        if same and (folder / TOKENIZER).is_file():
+            self.kept = folder
 
 
 def read_tokenizer(folder: Path, name: str) -> Tokenizer:

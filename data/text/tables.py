@@ -36,12 +36,14 @@ def table_rows(path: Path) -> Iterator[dict[str, str]]:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise ConfigError(f"{path}: two columns have one name in the header: {', '.join(header)}")
-            other = re.search("[;\t]", header[0]) if path.suffix.lower() == ".csv" and len(header) == 1 else None
-            if other:
+            commas = path.suffix.lower() == ".csv"
+            if commas and len(header) == 1 and (other := re.search("[;\t]", header[0])):
                 raise ConfigError(f"{path}: columns are separated by {other[0]!r}, expected commas (in a .tsv: tabs)")
             for cells in reader:
                 if cells and len(cells) != len(header):
-                    quotes = "; a text with commas needs quotes" if path.suffix.lower() == ".csv" else ""
+                    quotes = ""
+                    if commas:
+                        quotes = "; a text with commas needs quotes"
                     found = f"expected {len(header)} columns as in the header, got {len(cells)}{quotes}"
                     raise ConfigError(f"{path}, line {reader.line_num}: {found}")
                 if cells:
@@ -103,4 +105,6 @@ def number_in(text: str) -> int | float | None:
     text = text.strip()
     if len(text) > LONGEST or NUMBER.fullmatch(text) is None:
         return None
-    return int(text) if text.lstrip("+-").isdecimal() else float(text)
+    if text.lstrip("+-").isdecimal():
+        return int(text)
+    return float(text)

@@ -33,6 +33,7 @@ from data.text.tokenizers import (
     WORDPIECE,
     Tokenizer,
     local_files,
+    local_name,
     make_tokenizer,
     open_tokenizer,
 )
@@ -89,18 +90,30 @@ class TextConfig(DataConfig):
 
     @property
     def of_training(self) -> tuple[str, ...]:
-        return () if self.eval_pack is None else ("pack", "document_mask")
+        if self.eval_pack is None:
+            return ()
+        return ("pack", "document_mask")
 
     def label(self) -> str:
-        return "" if self.eval_pack is None else self.packing()
+        if self.eval_pack is None:
+            return ""
+        return self.packing()
 
     def packing(self) -> str:
         """Return a word for the layout of the training samples."""
-        return ("packed" if self.document_mask else "borderless") if self.pack == "documents" else self.pack
+        if self.pack != "documents":
+            return self.pack
+        if self.document_mask:
+            return "packed"
+        return "borderless"
 
     def describe(self) -> str:
-        made = f", {self.vocabulary:,} ids" if self.tokenizer in BUILT_IN[2:] else ""
-        how = self.packing() if self.eval_pack is None else f"held out: {self.eval_pack}"
+        made = ""
+        if self.tokenizer in BUILT_IN[2:]:
+            made = f", {self.vocabulary:,} ids"
+        how = self.packing()
+        if self.eval_pack is not None:
+            how = f"held out: {self.eval_pack}"
         rows = f"samples of {self.length} tokens, {how}"
         return f"{super().describe()}, tokenizer {self.tokenizer}{made}, a document a {self.document}, {rows}"
 
@@ -143,7 +156,9 @@ class Text(KeepsTokenizer):
         try:
             prepare(self.folder, self.corpus, self.make_tokenizer, held_out=config.val_split, tail=tail, workers=count)
         except ConfigError as error:
-            own = f"; the tokenizer comes from {self.kept}" if self.own_tokenizer else ""
+            own = ""
+            if self.own_tokenizer:
+                own = f"; the tokenizer comes from {self.kept}"
             raise ConfigError(f"{error}{own}") from None
 
     def is_prepared(self) -> bool:
@@ -160,10 +175,11 @@ class Text(KeepsTokenizer):
         """
         check_sums(self.folder)
         manifest = read_manifest(self.folder)
-        parts = ", ".join(
-            f"{s} {manifest[s]['tokens']:,} tokens of {manifest[s]['documents']:,} documents" for s in SPLITS
-        )
-        return f"{self.folder}: {parts}; tokenizer {manifest['tokenizer']['name']}, checksums match"
+        parts = []
+        for split in SPLITS:
+            held = manifest[split]
+            parts.append(f"{split} {held['tokens']:,} tokens of {held['documents']:,} documents")
+        return f"{self.folder}: {', '.join(parts)}; tokenizer {manifest['tokenizer']['name']}, checksums match"
 
     def build(self) -> Splits:
         config, folder = self.config, self.folder
@@ -171,15 +187,19 @@ class Text(KeepsTokenizer):
             raise ConfigError(f"data set '{config.name}': no token file {folder}, ./run.sh prepare RECIPE makes it")
         manifest = read_manifest(folder)
         info = self.info(manifest["tokenizer"])
-        train, val = (self.layout(Tokens(folder, split, info.vocabulary), info, split) for split in SPLITS)
-        order = Drawn() if config.pack == "windows" else Shuffled()
+        train = self.layout(info, "train")
+        val = self.layout(info, "val")
+        order = Shuffled()
+        if config.pack == "windows":
+            order = Drawn()
         return Splits(train, val, None, info, order=order, fingerprint=fingerprint_of(files_of(manifest)))
 
     def filled(self) -> float:
-        train = self.build().train if self.config.pack == "padded" else None
-        return 1.0 if train is None else train.filled()
+        if self.config.pack != "padded":
+            return 1.0
+        return self.build().train.filled()
 
-    def layout(self, tokens: Tokens, info: TextInfo, split: str) -> TokenLayout:
+    def layout(self, info: TextInfo, split: str) -> TokenLayout:
         """Return the samples of a split.
 
         Windows of the held-out split overlap by one token, so that a causal model predicts every token once.
@@ -188,6 +208,7 @@ class Text(KeepsTokenizer):
             ConfigError: The split is shorter than a sample, or each document is a single token.
         """
         config, pad = self.config, info.special.get("pad", 0)
+        tokens = Tokens(self.folder, split, info.vocabulary)
         pack, apart = config.pack, config.document_mask
         if split == "val" and config.eval_pack is not None:
             pack, apart = config.eval_pack, True
@@ -197,19 +218,30 @@ class Text(KeepsTokenizer):
                 "data.pack=windows ignores borders of documents"
             )
         if pack == "padded":
-            return Padded(tokens, config.length, pad, info.special.get("sep") if "end" not in info.special else None)
+            close = info.special.get("sep")
+            if "end" in info.special:
+                close = None
+            return Padded(tokens, config.length, pad, close)
         if pack == "documents" and apart:
             return Packed(tokens, config.length, pad)
         if len(tokens.ids) < config.length:
             raise ConfigError(f"data.length: {config.length} is more than the {len(tokens.ids)} tokens of {split}")
+        stride = config.length
         if pack == "windows":
-            return Windows(tokens, config.length, 1 if split == "train" else config.length - 1)
-        return Windows(tokens, config.length, config.length)
+            stride -= 1
+            if split == "train":
+                stride = 1
+        return Windows(tokens, config.length, stride)
 
     def info(self, described: dict[str, Any]) -> TextInfo:
         """Return the info for a manifest's description of the tokenizer."""
-        values = {k: described[k] for k in ("vocabulary", "fingerprint", "special")}
-        return TextInfo(length=self.config.length, tokenizer=described["name"], **values)
+        return TextInfo(
+            vocabulary=described["vocabulary"],
+            length=self.config.length,
+            tokenizer=described["name"],
+            fingerprint=described["fingerprint"],
+            special=described["special"],
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -245,13 +277,17 @@ class Text(KeepsTokenizer):
 
     def transfer_hint(self) -> str:
         kept = (self.kept or self.folder) / TOKENIZER
-        return f"data.tokenizer={kept} uses the tokenizer of the run" if kept.is_file() else ""
+        if kept.is_file():
+            return f"data.tokenizer={kept} uses the tokenizer of the run"
+        return ""
 
     @property
     def made_before(self) -> Path | None:
         """`data.path` if it is the folder of a token file, else None."""
-        path = user_path(self.config.path) if self.config.path else None
-        return path if path is not None and (path / MANIFEST).is_file() else None
+        path = self.config.path
+        if path and (user_path(path) / MANIFEST).is_file():
+            return user_path(path)
+        return None
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -264,7 +300,7 @@ class Text(KeepsTokenizer):
         if config.tokenizer in BUILT_IN[2:]:
             decided["vocabulary"] = config.vocabulary
         if (files := local_files(config.tokenizer)) is not None:
-            decided["tokenizer"] = files.stem if files.is_file() else files.name
+            decided["tokenizer"] = local_name(files)
             decided["rules"] = open_tokenizer(config.tokenizer).inner.to_str()  # other files may have the same name
         root = root_of("text", config.root)
         name, own = f"{config.name}-{decided['tokenizer'].replace('/', '_')}", self.own_tokenizer
@@ -277,7 +313,9 @@ class Text(KeepsTokenizer):
         """Return the identity of the text: the files with their sizes and times, or a Hub id."""
         if not self.config.path:
             raise ConfigError("data.path: missing, expected a file or folder of txt, jsonl or parquet, or a Hub id")
-        return self.corpus().identity if user_path(self.config.path).exists() else self.config.path
+        if user_path(self.config.path).exists():
+            return self.corpus().identity
+        return self.config.path
 
     def corpus(self) -> Corpus:
         c = self.config
@@ -289,7 +327,9 @@ class Text(KeepsTokenizer):
             return own
         if name not in BUILT_IN[1:]:
             return open_tokenizer(name)
-        most = None if name == "characters" else TRAINING_CHARACTERS
+        most = TRAINING_CHARACTERS
+        if name == "characters":
+            most = None
         return make_tokenizer(name, corpus.texts(most), self.config.vocabulary)
 
     def held(self) -> tuple[float, int] | None:
@@ -297,7 +337,7 @@ class Text(KeepsTokenizer):
         path = self.config.path
         if path is None or self.folder.is_dir() or not user_path(path).exists():
             return None
-        return self.held_by_files([Path(name) for name, *_ in self.identity().get("files", [])])
+        return self.held_by_files([Path(stamp[0]) for stamp in self.identity().get("files", [])])
 
     def held_by_files(self, files: Sequence[Path]) -> tuple[float, int] | None:
         """Estimate the tokens and documents of `train` from the sizes of local files; None without files."""
@@ -310,8 +350,9 @@ class Text(KeepsTokenizer):
         return share * size / BYTES_A_TOKEN.get(config.tokenizer, 3.5), max(1, int(share * documents))
 
     def published(self) -> tuple[TextInfo, int] | None:
-        held = self.held()
-        return None if held is None else estimate(self.config, *held)
+        if (held := self.held()) is None:
+            return None
+        return estimate(self.config, *held)
 
     def disk(self) -> float:
         if (held := self.held()) is None:

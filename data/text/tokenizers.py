@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -14,7 +15,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data.folders import data_root, looks_like_path, user_path
-from data.hub import configure_hub
+from data.hub import configure_hub, first_line
 from lion.config import ConfigError, nearest
 from lion.files import read_json
 
@@ -50,8 +51,11 @@ class Tokenizer:
         self.name, self.inner = name, inner
         self.ids: dict[str, int] = inner.get_vocab()
         self.vocabulary = max(self.ids.values(), default=-1) + 1
-        found = {key: next((self.ids[n] for n in names if n in self.ids), None) for key, names in NAMES.items()}
-        self.special = {key: token for key, token in found.items() if token is not None}
+        self.special: dict[str, int] = {}
+        for key, tokens in NAMES.items():
+            for token in tokens:
+                if token in self.ids:
+                    self.special.setdefault(key, self.ids[token])
         self.added = added_tokens(inner)
         begin, end = self.added
         if begin:
@@ -76,7 +80,9 @@ class Tokenizer:
             return self.added
         if {"cls", "sep"} <= self.special.keys() and "end" not in self.special:
             return [self.special["cls"]], [self.special["sep"]]
-        return [], [self.special["end"]] if "end" in self.special else []
+        if "end" in self.special:
+            return [], [self.special["end"]]
+        return [], []
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the ids of `frame`.
@@ -97,7 +103,9 @@ class Tokenizer:
         begin, size = 0, len(text)
         while size - begin > PIECE:
             found = self.borders and self.borders.search(text, begin + PIECE, begin + LONGEST)
-            end = found.start() if found else size
+            end = size
+            if found:
+                end = found.start()
             if end - begin > LONGEST:
                 raise ConfigError(
                     f"tokenizer {self.name!r} cannot encode {text[begin : begin + 40]!r}: there is no place between "
@@ -119,17 +127,24 @@ class Tokenizer:
         if normalizer:
             return None
         if split.get("type") == "ByteLevel" and split["use_regex"] and not split["add_prefix_space"]:
-            return ANYWHERE if model.get("merges") == [] and not model["ignore_merges"] else BETWEEN_WORDS
-        return ANYWHERE if split.get("pattern") == {"Regex": CHARACTERS} else None
+            if model.get("merges") == [] and not model["ignore_merges"]:
+                return ANYWHERE
+            return BETWEEN_WORDS
+        if split.get("pattern") == {"Regex": CHARACTERS}:
+            return ANYWHERE
+        return None
 
     def encode_piece(self, text: str) -> list[int]:
         """Return the ids of a text, which is encoded at once."""
         try:
             return self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets
         except Exception as error:  # the library `tokenizers` has no error types
-            characters = isinstance(self.inner.model, models.WordLevel)
-            odd = next((c for c in text if c not in self.ids), None) if characters else None
-            reason = f"no token for {odd!r}" if odd is not None else (str(error).splitlines() or [""])[0]
+            reason = first_line(error)
+            if isinstance(self.inner.model, models.WordLevel):
+                for character in text:
+                    if character not in self.ids:
+                        reason = f"no token for {character!r}"
+                        break
             raise ConfigError(f"tokenizer {self.name!r} cannot encode {text[:40]!r}: {reason}") from None
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -138,12 +153,10 @@ class Tokenizer:
         Raises:
             ConfigError: A text cannot be encoded.
         """
-        if any(len(text) > PIECE for text in texts):
-            return [self.encode(text) for text in texts]
-        try:
-            return [each.ids for each in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception:  # raises a ConfigError for the text that fails
-            return [self.encode(text) for text in texts]
+        if max(map(len, texts), default=0) <= PIECE:
+            with contextlib.suppress(Exception):  # `encode` raises a ConfigError for the text that fails
+                return [each.ids for each in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text, including special tokens.
@@ -151,8 +164,9 @@ class Tokenizer:
         Raises:
             ConfigError: An id is outside of the vocabulary.
         """
-        if odd := [i for i in ids if not 0 <= i < self.vocabulary]:
-            raise ConfigError(f"tokenizer {self.name!r} has no id {odd[0]}, valid ids are 0 to {self.vocabulary - 1}")
+        for i in ids:
+            if not 0 <= i < self.vocabulary:
+                raise ConfigError(f"tokenizer {self.name!r} has no id {i}, valid ids are 0 to {self.vocabulary - 1}")
         return self.inner.decode(list(ids), skip_special_tokens=False)
 
 
@@ -161,10 +175,11 @@ def added_tokens(inner: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     if inner.post_processor is None:
         return [], []
     encoding = inner.encode("a", add_special_tokens=True)
-    ids = encoding.ids
-    added = [bool(mark) for mark in encoding.special_tokens_mask]
-    begin = added.index(False) if False in added else len(ids)
-    end = len(ids) - added[::-1].index(False) if False in added else len(ids)
+    ids, added = encoding.ids, encoding.special_tokens_mask
+    if 0 not in added:
+        return ids, []
+    begin = added.index(0)
+    end = len(ids) - added[::-1].index(0)
     return ids[:begin], ids[end:]
 
 
@@ -177,19 +192,24 @@ def open_tokenizer(name: str) -> Tokenizer:
         ConfigError: There is no such tokenizer.
     """
     if name == "bytes":
-        return Tokenizer(name, byte_level({c: i for i, c in enumerate(byte_symbols())}, BYTES))
+        ids = dict(zip(byte_symbols() + BYTES, itertools.count()))
+        return Tokenizer(name, in_bytes(tokenizers.Tokenizer(models.BPE(ids, []))))
     if (local := local_files(name)) is not None:
-        return Tokenizer(local.stem if local.is_file() else local.name, read_files(local))
+        return Tokenizer(local_name(local), read_files(local))
     if looks_like_path(name):
-        there = f"{name} holds none of {', '.join(FILES)}" if user_path(name).is_dir() else f"no file or folder {name}"
+        there = f"no file or folder {name}"
+        if user_path(name).is_dir():
+            there = f"{name} holds none of {', '.join(FILES)}"
         raise ConfigError(f"data.tokenizer: {there}")
     configure_hub()
     try:
         return Tokenizer(name, tokenizers.Tokenizer.from_pretrained(name))
     except Exception as error:  # errors of the network or a missing name share no type
-        reason = (str(error).splitlines() or [""])[0][:100]
+        reason = first_line(error)[:100]
         known = (*BUILT_IN, "bert-base-uncased", "gpt2")
-        hint = "" if name in known else f"; {nearest(name, known)}"
+        hint = ""
+        if name not in known:
+            hint = f"; {nearest(name, known)}"
         place = data_root() / "tokenizers" / name
         raise NoTokenizer(
             f"data.tokenizer: no {name!r} in {place}, and it cannot be loaded from the Hub ({reason}){hint}"
@@ -198,9 +218,30 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 def local_files(name: str) -> Path | None:
     """Return the file or folder of a tokenizer on this machine; None if there is none."""
-    places = [user_path(name)] if "/" in name or looks_like_path(name) else []
-    places.append(data_root() / "tokenizers" / name)
-    return next((p for p in places if p.is_file() or any((p / f).is_file() for f in FILES)), None)
+    places = [data_root() / "tokenizers" / name]
+    if "/" in name or looks_like_path(name):
+        places.insert(0, user_path(name))
+    for place in places:
+        if file_of(place) is not None:
+            return place
+    return None
+
+
+def local_name(place: Path) -> str:
+    """Return the name of the tokenizer of a file or a folder."""
+    if place.is_file():
+        return place.stem
+    return place.name
+
+
+def file_of(place: Path) -> Path | None:
+    """Return the file of a tokenizer, which is in its folder or is itself the place; None if there is none."""
+    if place.is_file():
+        return place
+    for name in FILES:
+        if (place / name).is_file():
+            return place / name
+    return None
 
 
 def read_files(path: Path) -> tokenizers.Tokenizer:
@@ -209,7 +250,7 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
     Raises:
         ConfigError: The files cannot be read.
     """
-    file = path if path.is_file() else next(path / name for name in FILES if (path / name).is_file())
+    file = file_of(path)
     try:
         if file.suffix == ".txt":
             rules = file.with_name("tokenizer_config.json")  # written by transformers
@@ -223,7 +264,7 @@ def read_files(path: Path) -> tokenizers.Tokenizer:
             return in_bytes(inner)
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library `tokenizers` has no error types
-        raise ConfigError(f"data.tokenizer: {file} cannot be read ({(str(error).splitlines() or [''])[0]})") from None
+        raise ConfigError(f"data.tokenizer: {file} cannot be read ({first_line(error)})") from None
 
 
 def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenizer:
@@ -240,7 +281,7 @@ def make_tokenizer(name: str, texts: Iterable[str], vocabulary: int) -> Tokenize
             found.update(text)
         if not found:
             raise ConfigError("data.path: no text to take the characters from")
-        inner = tokenizers.Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(found))}))
+        inner = tokenizers.Tokenizer(models.WordLevel(dict(zip(sorted(found), itertools.count()))))
         inner.pre_tokenizer = pre_tokenizers.Split(Regex(CHARACTERS), "isolated")
         inner.decoder = decoders.Fuse()
         return Tokenizer(name, inner)
@@ -296,14 +337,15 @@ def in_bytes(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return inner
 
 
-def byte_level(ids: dict[str, int], special: list[str]) -> tokenizers.Tokenizer:
-    """Return a tokenizer of single bytes, without merges."""
-    ids = {**ids, **{name: len(ids) + i for i, name in enumerate(special)}}
-    return in_bytes(tokenizers.Tokenizer(models.BPE(ids, [])))
-
-
 def byte_symbols() -> list[str]:
     """Return the character that represents each byte in GPT-2's alphabet."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    symbols: list[str] = []
+    hidden = 256  # the character of the next byte that has no visible one
+    for byte in range(256):
+        symbol = chr(byte)
+        if symbol not in alphabet:
+            symbol = chr(hidden)
+            hidden += 1
+        symbols.append(symbol)
+    return symbols

@@ -10,6 +10,7 @@ from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionD
 
 from data.base import locked
 from data.folders import DOWNLOADED, HOW_TO_GET, HOW_TO_SET, check_downloaded, root_of
+from data.hub import first_line
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits
@@ -35,22 +36,28 @@ class TorchvisionSet(Pictures):
     def build(self) -> Splits:
         config, source = self.config, self.source
         root = root_of(config.name, config.root)
-        if not config.download:
+        alone = contextlib.nullcontext()
+        if config.download:
+            alone = locked(root.with_name(f".{root.name}.download.lock"))
+        else:
             check_downloaded(config.name, config.root)
-        alone = locked(root.with_name(f".{root.name}.download.lock")) if config.download else contextlib.nullcontext()
         try:
             with alone:
-                train, test = (source(str(root), train=train, download=config.download) for train in (True, False))
+                train = source(str(root), train=True, download=config.download)
+                test = source(str(root), train=False, download=config.download)
         except (RuntimeError, OSError, EOFError, ValueError, AssertionError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].partition(".")[0]
+            reason = (first_line(error) or type(error).__name__).partition(".")[0]
             folder = root / DOWNLOADED[config.name]
-            how = HOW_TO_SET if config.download else HOW_TO_GET
+            how = HOW_TO_GET
+            if config.download:
+                how = HOW_TO_SET
             raise ConfigError(f"data set '{config.name}': {reason} in {folder} ({how.format(root=root)})") from None
         return build_pictures(config, train, test=test)
 
     def published(self) -> tuple[ImageInfo, int]:
-        known = {"size": self.size, "channels": self.channels, "classes": self.classes, "samples": self.samples}
-        return published_info(self.config, **known)
+        return published_info(
+            self.config, size=self.size, channels=self.channels, classes=self.classes, samples=self.samples
+        )
 
 
 @dataclass
