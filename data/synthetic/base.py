@@ -7,14 +7,14 @@ import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from data.base import DataConfig, DataSet
+from data.base import BatchedSamples, DataConfig, DataSet
 from lion.config import setting
-from lion.samples.base import Batch, DeviceDataset, Splits, moved
+from lion.samples.base import Batch, Splits, moved
 from lion.samples.labels import UNLABELLED, TokenLabelsInfo
 from lion.samples.seeds import derive
 
@@ -63,24 +63,31 @@ class SyntheticConfig(DataConfig):
                 raise ValueError(f"shapes: expected LENGTHxITEMS, such as 256x16, got {text!r}")
         if (longest := self.longest()) > LONGEST:
             raise ValueError(f"shapes: {longest:,} tokens, at most {LONGEST:,}")
-        for shape in (*(Shape(self.length, n) for n in self.items), *self.held_out_shapes()):
+        for shape in self.training_shapes() + self.held_out_shapes():
             if not 1 <= shape.items <= shape.length // self.per_item:
                 raise ValueError(
                     f"items: {shape.items} of them do not fit into {shape.length} tokens, an item takes "
                     f"{self.per_item}; nearest: {max(1, min(shape.items, shape.length // self.per_item))}"
                 )
 
+    def training_shapes(self) -> list[Shape]:
+        return [Shape(self.length, items) for items in self.items]
+
     def held_out_shapes(self) -> list[Shape]:
-        return [Shape(*map(int, text.split("x"))) for text in self.shapes]
+        shapes = []
+        for text in self.shapes:
+            length, items = text.split("x")
+            shapes.append(Shape(int(length), int(items)))
+        return shapes
 
     def longest(self) -> int:
-        return max(self.length, *(shape.length for shape in self.held_out_shapes()), 0)
+        return max(shape.length for shape in self.training_shapes() + self.held_out_shapes())
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, length=sample_size, shapes=())
 
 
-class LabelledTokens(DeviceDataset):
+class LabelledTokens(BatchedSamples):
     """Rows of tokens (N, L, ids) with labels (N, L), both int16: vocabularies are smaller than 2**15."""
 
     def __init__(self, tokens: np.ndarray, labels: np.ndarray) -> None:
@@ -89,17 +96,14 @@ class LabelledTokens(DeviceDataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: row[0] for name, row in self.batch([index], "cpu").items()}
-
     def batch(
         self, indices: Sequence[int], device: torch.device | str, generator: torch.Generator | None = None
     ) -> Batch:
         """Return int64 tokens (B, L, ids) and labels (B, L)."""
-        return {
-            name: moved(torch.from_numpy(rows[list(indices)].astype(np.int64)), device)
-            for name, rows in (("tokens", self.tokens), ("labels", self.labels))
-        }
+        batch = {}
+        for name, rows in (("tokens", self.tokens), ("labels", self.labels)):
+            batch[name] = moved(torch.from_numpy(rows[list(indices)].astype(np.int64)), device)
+        return batch
 
 
 class SyntheticSet(DataSet):
@@ -122,17 +126,17 @@ class SyntheticSet(DataSet):
     def rows(self, split: str, count: int, shapes: Sequence[Shape]) -> LabelledTokens:
         """Return `count` samples of shapes of one length, in random order; the seed and the split determine them."""
         rng = np.random.default_rng(derive(self.config.seed, self.config.name, split))
-        parts = [self.draw(rng, size, shape) for shape, size in zip(shapes, shares(count, len(shapes))) if size]
+        parts = [self.draw(rng, size, shape) for shape, size in zip(shapes, shares(count, len(shapes)))]
+        tokens, labels = map(np.concatenate, zip(*parts))
         order = rng.permutation(count)
-        return LabelledTokens(*(np.concatenate(each)[order].astype(np.int16) for each in zip(*parts)))
+        return LabelledTokens(tokens[order].astype(np.int16), labels[order].astype(np.int16))
 
     def build(self) -> Splits:
         c = self.config
-        shapes = [Shape(c.length, n) for n in c.items]
-        train, val, test = (
-            self.rows(split, count, shapes)
-            for split, count in (("train", c.samples), ("val", c.held_out), ("test", c.held_out))
-        )
+        shapes = c.training_shapes()
+        train = self.rows("train", c.samples, shapes)
+        val = self.rows("val", c.held_out, shapes)
+        test = self.rows("test", c.held_out, shapes)
         more = {str(shape): self.rows(str(shape), c.held_out, [shape]) for shape in c.held_out_shapes()}
         digest = hashlib.sha256()
         for each in (train, val, test, *more.values()):

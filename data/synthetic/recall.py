@@ -28,7 +28,7 @@ class RecallConfig(SyntheticConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        most = max((*self.items, *(shape.items for shape in self.held_out_shapes())))
+        most = max(shape.items for shape in self.training_shapes() + self.held_out_shapes())
         if self.keys < most:
             raise ValueError(f"keys: {self.keys}, but samples have up to {most} pairs of different keys")
 
@@ -47,7 +47,9 @@ class Recall(SyntheticSet):
 
     def draw(self, rng: np.random.Generator, count: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
         c, (length, pairs) = self.config, shape
-        first = pairs if c.sides == "before" else pairs // 2
+        first = pairs // 2
+        if c.sides == "before":
+            first = pairs
         start, end = first, length - (pairs - first)  # the queries stand in between
         keys = 1 + places(rng, count, c.keys, pairs)
         values = rng.integers(c.values, size=(count, pairs))

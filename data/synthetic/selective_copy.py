@@ -37,8 +37,9 @@ class SelectiveCopy(SyntheticSet):
 
     def draw(self, rng: np.random.Generator, count: int, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
         c, (length, items) = self.config, shape
-        first = items if c.sides == "before" else items // 2
-        start = length - items if c.sides == "before" else (length - items) // 2  # of the markers
+        first, start = items // 2, (length - items) // 2  # symbols before the markers, place of the first marker
+        if c.sides == "before":
+            first, start = items, length - items
         symbols = rng.integers(c.symbols, size=(count, items))
         tokens, labels = np.full((count, length), EMPTY), unlabelled(count, length)
         tokens[:, start : start + items], labels[:, start : start + items] = MARKER, symbols
