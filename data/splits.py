@@ -42,7 +42,9 @@ def split_named(name: str) -> str | None:
     found = {canonical(word) for word in WORD.findall(name)} - {None}
     if len(found) > 1:
         raise ConfigError(f"{name}: names several splits ({', '.join(sorted(found))}); rename it, or move it away")
-    return found.pop() if found else None
+    if not found:
+        return None
+    return found.pop()
 
 
 def split_of(file: Path) -> str | None:
@@ -90,4 +92,6 @@ def names_text(files: list[Path]) -> str:
     """Return the names of a few files, and the number of the others."""
     shown = ", ".join(map(str, files[:SHOWN]))
     more = len(files) - SHOWN
-    return f"{shown} and {more:,} more" if more > 0 else shown
+    if more > 0:
+        return f"{shown} and {more:,} more"
+    return shown

@@ -37,7 +37,6 @@ from lion.samples.sequences import SHAPES, SequenceInfo, padded_length
 PAD, UNKNOWN, END = range(3)  # the first ids of every vocabulary
 LENGTHS = {"tokens": "lengths", "second": "second_lengths"}  # by array of tokens, the array of lengths
 MOST = 10_000_000  # maximum number of generated samples of a split, a hundred times LRA's
-SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
 
 @dataclass
@@ -267,10 +266,10 @@ class SequenceSet(DataSet):
                 missing[split] = share
                 arrays[split] = arrays["train"]
         if missing:
-            parts = split_indices(len(chosen["train"]), tuple(missing.values()), SPLIT_SEED)
+            parts = split_indices(len(chosen["train"]), tuple(missing.values()))
             chosen |= dict(zip(("train", *missing), parts))
         if config.limit is not None:
-            kept = split_indices(len(chosen["train"]), (), SPLIT_SEED)[0][: config.limit]
+            kept = split_indices(len(chosen["train"]), ())[0][: config.limit]
             chosen["train"] = [chosen["train"][i] for i in kept]
         made: dict[str, Sequences] = {}
         for split, indices in chosen.items():

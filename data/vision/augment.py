@@ -29,12 +29,15 @@ BICUBIC = InterpolationMode.BICUBIC
 
 
 def posterize(picture: Image, bits: int) -> Image:
-    return F.posterize(picture, bits) if bits else F.adjust_brightness(picture, 0.0)
+    if bits:
+        return F.posterize(picture, bits)
+    return F.adjust_brightness(picture, 0.0)
 
 
 def solarize_add(picture: Image, amount: int) -> Image:
     """Add `amount`, 0 to 127, to all pixel values below 128."""
-    table = [value + amount if value < 128 else value for value in range(256)]
+    table = list(range(256))
+    table[:128] = range(amount, 128 + amount)
     return picture.point(table * len(picture.getbands()))
 
 
@@ -134,7 +137,9 @@ class RandAugment:
                 raise wrong(f"{section!r} is none of m<integer>, mstd<number>, inc1, n<integer>, p<number>")
             if match[1] in values:
                 raise wrong(f"{match[1]!r} appears twice")
-            values[match[1]] = float(match[2]) if match[1] not in WHOLE else int(match[2])
+            values[match[1]] = float(match[2])
+            if match[1] in WHOLE:
+                values[match[1]] = int(match[2])
         if "m" not in values:
             raise wrong("the magnitude, m<0 to 10>, is missing")
         if values.pop("inc", 0) != 1:
@@ -159,7 +164,9 @@ class RandAugment:
         Raises:
             TypeError: The input is not a PIL image of one of these modes.
         """
-        kind = picture.mode if isinstance(picture, Image) else type(picture).__name__
+        kind = type(picture).__name__
+        if isinstance(picture, Image):
+            kind = picture.mode
         if kind not in ("RGB", "L"):
             raise TypeError(f"expected a PIL image, RGB or L, got {kind}")
         fill = self.fill

@@ -19,7 +19,6 @@ from lion.config import ConfigError, setting
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
 
-SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 INFO = ImageInfo((8, 8), 1, tuple(str(d) for d in range(10)), mean=(0.287,), std=(0.354,))
 
 
@@ -43,10 +42,10 @@ class Digits(DataSet):
         tensors = torch.from_numpy(15 * rows[:, :-1]).view(-1, 1, 8, 8)  # pixel values are 0 to 16
         source = list(zip(tensors, rows[:, -1].tolist()))
         shares = (self.config.val_split, self.config.test_split)
-        train, val, test = split_indices(len(source), shares, SPLIT_SEED)
         plain = v2.Identity()
-        parts = (Images(source, plain, part) for part in (train, val, test))
-        return Splits(*parts, info=INFO, fingerprint=hashlib.sha256(tensors.numpy().tobytes()).hexdigest()[:12])
+        train, val, test = (Images(source, plain, part) for part in split_indices(len(source), shares))
+        fingerprint = hashlib.sha256(tensors.numpy().tobytes()).hexdigest()[:12]
+        return Splits(train, val, test, INFO, fingerprint=fingerprint)
 
     def load(self, path: str, info: ImageInfo) -> dict[str, Tensor]:
         """Load an image file as {image}: grey, 8x8. The file must show bright ink on a dark background."""

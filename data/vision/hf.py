@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 from dataclasses import dataclass
@@ -52,29 +53,32 @@ class HubPictures(Pictures):
         config = self.config
         path = user_path(config.path or "")
         if config.path and is_image_folder(path):
-            train = None if config.train == "train" else config.train
+            train = config.train
+            if train == "train":
+                train = None
             names = {"train": train, "validation": config.val, "test": config.test}
             return build_folders(config, path / (config.subset or ""), PLACED["imagefolder"], names)
         found = load_splits(config)
         names = list(found)
-        train = pick(config, "train", config.train, names)
-        val, test = (pick(config, key, getattr(config, key), names) for key in ("val", "test"))
-        val = val or next((n for n in VAL if n in names and n not in (train, test)), None)
-        test = test or next((n for n in TEST if n in names and n not in (train, val)), None)
+        train, val, test = pick(config, "train", names), pick(config, "val", names), pick(config, "test", names)
+        val = val or unused(VAL, names, (train, test))
+        test = test or unused(TEST, names, (train, val))
         columns = Columns(config, found[train])
-        sources = []
+        sources = {}
         for key, name in (("train", train), ("val", val), ("test", test)):
-            labels = set(found[name].unique(columns.label)) if name else set()
+            if name is None:
+                continue
+            labels = set(found[name].unique(columns.label))
             odd = labels - columns.place.keys()
-            if odd and odd == labels and getattr(config, key) is None:  # test sets on the Hub often hide their labels
+            if not odd:
+                sources[key] = Rows(found[name], columns)
+            elif odd == labels and getattr(config, key) is None:  # test sets on the Hub often hide their labels
                 log.warning("data.path: split %r is skipped, none of its labels is a class", name)
-                name = None
-            elif odd:
+            else:
                 raise ConfigError(
                     f"data.label_column: {min(odd, key=str)!r} in split {name!r} is not a class of {train!r}"
                 )
-            sources.append(Rows(found[name], columns) if name else None)
-        return build_pictures(config, *sources)
+        return build_pictures(config, sources)
 
 
 def is_image_folder(path: Path) -> bool:
@@ -134,17 +138,28 @@ def check_links(root: Path) -> None:
     """
     for folder, names, _ in os.walk(root):
         names[:] = [name for name in names if not name.startswith(".")]
-        for link in (os.path.join(folder, name) for name in names):
+        for name in names:
+            link = os.path.join(folder, name)
             if os.path.islink(link):
                 raise ConfigError(f"data.path: {link} is a link to a folder; only data.name=imagefolder follows links")
 
 
-def pick(config: HubConfig, key: str, name: str | None, names: list[str]) -> str | None:
+def pick(config: HubConfig, key: str, names: list[str]) -> str | None:
+    """Return the split that the settings name for `key`."""
+    name = getattr(config, key)
     if name is not None and name not in names and canonical(name) in names:
         return canonical(name)
     if name is not None and name not in names:
         raise ConfigError(f"data.{key}: {config.path!r} has no split {name!r}, {nearest(name, names)}")
     return name
+
+
+def unused(words: tuple[str, ...], names: list[str], used: tuple[str | None, ...]) -> str | None:
+    """Return the first of some names of splits that exists and is not used yet."""
+    for word in words:
+        if word in names and word not in used:
+            return word
+    return None
 
 
 class Columns:
@@ -157,9 +172,12 @@ class Columns:
         if not isinstance(features[self.label], datasets.ClassLabel | datasets.Value):
             raise ConfigError(f"data.label_column: {self.label!r} holds neither numbers nor names")
         names = getattr(features[self.label], "names", None)
-        values = range(len(names)) if names else sorted(set(table.unique(self.label)) - {None})
+        if names:
+            values = range(len(names))
+        else:
+            values = sorted(set(table.unique(self.label)) - {None})
         self.classes = tuple(names or map(str, values))
-        self.place = {value: i for i, value in enumerate(values)}
+        self.place = dict(zip(values, itertools.count()))
 
     @staticmethod
     def find(config: HubConfig, key: str, name: str | None, features: Any, fits: Any) -> str:
@@ -169,7 +187,9 @@ class Columns:
             return name
         found = [n for n, feature in features.items() if fits(n, feature)]
         if len(found) != 1:
-            what = "none of" if not found else "more than one of"
+            what = "more than one of"
+            if not found:
+                what = "none of"
             raise ConfigError(f"data.{key}: must be set, {what} {', '.join(found or features)} fits")
         return found[0]
 
@@ -198,5 +218,7 @@ class Rows:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         row, columns = self.table[index], self.columns
         held = row[columns.image]
-        picture = open_picture(io.BytesIO(held["bytes"]) if held.get("bytes") else held["path"])
-        return picture, columns.place[row[columns.label]]
+        file = held["path"]
+        if held.get("bytes"):
+            file = io.BytesIO(held["bytes"])
+        return open_picture(file), columns.place[row[columns.label]]

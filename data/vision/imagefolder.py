@@ -67,10 +67,11 @@ def build_folders(
     others = [path.name for path in subfolders(root) if path not in folders.values()]
     if others:
         say_once(f"{root}: folders that name no split are left out: {', '.join(others)}")
-    sources = []
-    for path in (held["train"], val, test):
-        sources.append(None if path is None else open_folder(path, config, how))
-    return build_pictures(config, *sources)
+    sources = {}
+    for split, path in (("train", held["train"]), ("val", val), ("test", test)):
+        if path is not None:
+            sources[split] = open_folder(path, config, how)
+    return build_pictures(config, sources)
 
 
 def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path], how: str) -> Splits:
@@ -80,7 +81,9 @@ def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path]
         ConfigError: No part is held out, or folders of splits are among the classes.
     """
     if config.val_split is None:
-        above = f"did you mean {root.parent}? " if (root.parent / "train").is_dir() else ""
+        above = ""
+        if (root.parent / "train").is_dir():
+            above = f"did you mean {root.parent}? "
         raise ConfigError(f"data set '{config.name}': no folder {root / 'train'}; {above}{how}")
     if folders:
         named = ", ".join(path.name for path in folders.values())
@@ -89,7 +92,7 @@ def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path]
         for below in subfolders(path):
             if split_named(below.name) is not None:
                 raise ConfigError(f"{below}: a folder of a split in that of a class; expected ROOT/train/CLASS/*.jpg")
-    return build_pictures(config, open_folder(root, config, how))
+    return build_pictures(config, {"train": open_folder(root, config, how)})
 
 
 def split_folders(root: Path, names: Mapping[str, str | None] = MappingProxyType({})) -> dict[str, Path]:
@@ -146,7 +149,9 @@ def open_folder(path: Path, config: PictureConfig, how: str) -> ClassFolders:
     source = ClassFolders(path)
     empty = sorted(set(source.classes) - {source.classes[label] for _, label in source.samples})
     if not source.classes or empty:
-        what = f"no images of class {', '.join(empty)}" if empty else "no class folders"
+        what = "no class folders"
+        if empty:
+            what = f"no images of class {', '.join(empty)}"
         raise ConfigError(f"data set '{config.name}': {path}: {what}; {how}")
     if source.left_out:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in source.left_out.most_common(5))

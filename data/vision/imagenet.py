@@ -39,4 +39,6 @@ class ImageNet(Pictures):
 
 def named(folders: tuple[str, ...]) -> tuple[str, ...]:
     """Return the class names of ImageNet-1k for its 1,000 folders; any other list, also a subset, stays unchanged."""
-    return NAMES if hashlib.sha256("\n".join(folders).encode()).hexdigest() == WNIDS else folders
+    if hashlib.sha256("\n".join(folders).encode()).hexdigest() == WNIDS:
+        return NAMES
+    return folders

@@ -27,7 +27,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 PHOTO_SIZE = (224, 224)  # for images without a common size
 LONGEST = 16  # sides of a picture that is scaled, in those of the part that is kept
 PROBES = 64  # images of each split that are opened before a run starts
-SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 
 
 @dataclass
@@ -93,7 +92,10 @@ class PictureConfig(DataConfig):
         return replace(self, cache=None)
 
     def describe(self) -> str:
-        return super().describe() + (f", {self.limit:,} training images" if self.limit else "")
+        described = super().describe()
+        if self.limit:
+            described += f", {self.limit:,} training images"
+        return described
 
     def resized(self, sample_size: int) -> Self:
         return replace(self, image_size=(sample_size, sample_size))
@@ -109,49 +111,52 @@ class Pictures(DataSet):
         return {"image": test_transform(self.config, info)(open_or_explain(path))}
 
 
-def build_pictures(config: PictureConfig, train: Any, val: Any = None, test: Any = None) -> Splits:
-    """Build splits from the available sources.
+def build_pictures(config: PictureConfig, sources: dict[str, Any]) -> Splits:
+    """Build splits from the available sources of `train`, `val` and `test`.
 
     Without a `val` source, `val` is the share `val_split` of the training images, else the `test` source.
 
     Raises:
         ConfigError: The sources are invalid (see `describe`), or `val` or `train` would be empty or ambiguous.
     """
-    sources = {n: s for n, s in (("train", train), ("val", val), ("test", test)) if s is not None}
     info, fingerprint = describe(config, sources)
-    kept, held = list(range(len(train))), None
+    train, val, test = sources["train"], sources.get("val"), sources.get("test")
+    kept, held = range(len(train)), None
     if val is not None and config.val_split:
         raise ConfigError(f"data.val_split: data set '{config.name}' already has validation images, leave it null")
     if val is None and config.val_split:
-        kept, held = split_indices(len(train), (config.val_split,), SPLIT_SEED)
+        kept, held = split_indices(len(train), (config.val_split,))
         if not held or not kept:
-            empty, one = "train" if held else "val", f"one image is {1 / len(train):.2g}"
+            empty, one = "val", f"one image is {1 / len(train):.2g}"
+            if held:
+                empty = "train"
             raise ConfigError(f"data.val_split: {config.val_split} of {len(train)} images leaves {empty} empty, {one}")
     elif val is None:
         if test is None:
             raise ConfigError(f"data set '{config.name}' has one split: data.val_split=0.1 holds out a tenth of it")
         val, test = test, None
     if config.limit is not None and config.limit < len(kept):
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(SPLIT_SEED))
-        kept = [kept[i] for i in order[: config.limit].tolist()]
+        order = split_indices(len(kept), ())[0]
+        kept = [kept[i] for i in order[: config.limit]]
     plain = test_transform(config, info)
 
     def split(source: Any, transform: Any, indices: list[int] | None = None) -> Images | ResidentImages:
         if config.cache == "device":
-            chance = {} if transform is plain else {"pad": config.pad, "flip": config.flip}
-            return ResidentImages(source, plain, indices, **chance)
+            if transform is plain:
+                return ResidentImages(source, plain, indices)
+            return ResidentImages(source, plain, indices, pad=config.pad, flip=config.flip)
         if config.cache == "memory":
             source, indices = Decoded(source, indices), None
         return Images(source, transform, indices)
 
-    return Splits(
-        train=split(train, training_transform(config, info), kept if held or len(kept) < len(train) else None),
-        val=split(train, plain, held) if held else split(val, plain),
-        test=None if test is None else Images(test, plain),  # not cached: read only once
-        info=info,
-        order=Shuffled(config.repeats),
-        fingerprint=fingerprint,
-    )
+    trained = split(train, training_transform(config, info), kept)
+    if held:
+        validated = split(train, plain, held)
+    else:
+        validated = split(val, plain)
+    if test is not None:
+        test = Images(test, plain)  # not cached: read only once
+    return Splits(trained, validated, test, info, order=Shuffled(config.repeats), fingerprint=fingerprint)
 
 
 def published_info(
@@ -159,7 +164,8 @@ def published_info(
 ) -> tuple[ImageInfo, int]:
     """Return the info and the number of training samples of a published data set, without its files."""
     channels = config.channels or channels
-    info = ImageInfo(tuple(config.image_size or size), channels, numbered(classes), *normalisation(config, channels))
+    mean, std = normalisation(config, channels)
+    info = ImageInfo(tuple(config.image_size or size), channels, numbered(classes), mean, std)
     kept = samples - round((config.val_split or 0) * samples)
     return info, min(kept, config.limit or kept)
 
@@ -176,24 +182,28 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
     """
     classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:
-        raise ConfigError(f"{whose}: only one class ({classes[0] if classes else 'none'}), expected at least two")
+        raise ConfigError(f"{whose}: only one class ({', '.join(classes) or 'none'}), expected at least two")
     for name, source in sources.items():
-        there, here = (set(map(str, c)) for c in (source.classes, classes))
-        odd = [
-            f"only {n} has class {min(more)!r}" for n, more in ((name, there - here), ("train", here - there)) if more
-        ]
+        there, here = set(map(str, source.classes)), set(map(str, classes))
+        odd = []
+        if there - here:
+            odd.append(f"only {name} has class {min(there - here)!r}")
+        if here - there:
+            odd.append(f"only train has class {min(here - there)!r}")
         if odd:
             raise ConfigError(f"{whose}: train and {name} have different classes: {', '.join(odd)}")
     sizes, modes, looked = set(), set(), hashlib.sha256(repr(sorted(map(str, classes))).encode())
     for name, source in sources.items():
         if not len(source):
             raise ConfigError(f"{whose}: no images in {name}")
-        found = set()
+        found = 0
         looked.update(f"{name} {len(source)}".encode())
         for index in torch.linspace(0, len(source) - 1, min(PROBES, len(source))).long().tolist():
             try:
                 picture, label = read_sample(source, index)
-                found.add(((picture.height, picture.width), picture.mode))
+                sizes.add((picture.height, picture.width))
+                modes.add(picture.mode)
+                found += 1
                 looked.update(f"{index} {picture.size} {label}".encode())
             except Unreadable as error:
                 if isinstance(error.__cause__, UnidentifiedImageError):
@@ -201,18 +211,23 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
                 damaged = error  # single damaged files are counted by the trainer
         if not found:
             raise ConfigError(f"{whose}: no image of {name} can be read, e.g. {damaged}")
-        sizes |= {size for size, _ in found}
-        modes |= {mode for _, mode in found}
-    size = config.image_size or (sizes.pop() if len(sizes) == 1 else PHOTO_SIZE)
-    channels = config.channels or (1 if modes <= {"L", "1"} else 3)
-    return ImageInfo(tuple(size), channels, classes, *normalisation(config, channels)), looked.hexdigest()[:12]
+    size, channels = PHOTO_SIZE, 3
+    if len(sizes) == 1:
+        size = sizes.pop()
+    if modes <= {"L", "1"}:
+        channels = 1
+    size, channels = config.image_size or size, config.channels or channels
+    mean, std = normalisation(config, channels)
+    return ImageInfo(tuple(size), channels, classes, mean, std), looked.hexdigest()[:12]
 
 
 def normalisation(config: PictureConfig, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation of each channel, for pixels in [0, 1]."""
     found = []
     for name, usual in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
-        values = getattr(config, name) or (usual if channels == 3 else (round(sum(usual) / 3, 3),))
+        if channels == 1:
+            usual = (round(sum(usual) / 3, 3),)
+        values = getattr(config, name) or usual
         if len(values) == 1:  # one value for all channels
             values = values * channels
         if len(values) != channels:
@@ -263,13 +278,17 @@ def training_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
 
     Transforms of whole batches (such as mixup) belong to the task.
     """
+    steps = [Channels(info.channels)]
     if config.pad:
-        crop = [Resized(info.size), v2.RandomCrop(info.size, padding=config.pad)]
+        steps.append(Resized(info.size))
+        steps.append(v2.RandomCrop(info.size, padding=config.pad))
     else:
-        crop = [v2.RandomResizedCrop(info.size, scale=config.random_scale, interpolation=BICUBIC)]
-    fill = tuple(min(255, round(255 * m)) for m in info.mean)
-    augment = [RandAugment.from_string(config.rand_augment, fill=fill)] if config.rand_augment else []
-    return v2.Compose([Channels(info.channels), *crop, v2.RandomHorizontalFlip(config.flip), *augment, TO_TENSOR])
+        steps.append(v2.RandomResizedCrop(info.size, scale=config.random_scale, interpolation=BICUBIC))
+    steps.append(v2.RandomHorizontalFlip(config.flip))
+    if config.rand_augment:
+        fill = tuple(min(255, round(255 * m)) for m in info.mean)
+        steps.append(RandAugment.from_string(config.rand_augment, fill=fill))
+    return v2.Compose([*steps, TO_TENSOR])
 
 
 def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
@@ -277,8 +296,7 @@ def test_transform(config: PictureConfig, info: ImageInfo) -> v2.Transform:
     crop = evaluation_crop(vars(config))
     if crop is None:
         return v2.Compose([Channels(info.channels), Resized(info.size), TO_TENSOR])
-    middle = [Covering(info.size, crop), v2.CenterCrop(info.size)]
-    return v2.Compose([Channels(info.channels), *middle, TO_TENSOR])
+    return v2.Compose([Channels(info.channels), Covering(info.size, crop), v2.CenterCrop(info.size), TO_TENSOR])
 
 
 class Channels(v2.Transform):
@@ -286,10 +304,14 @@ class Channels(v2.Transform):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.mode = "L" if channels == 1 else "RGB"
+        self.mode = "RGB"
+        if channels == 1:
+            self.mode = "L"
 
     def forward(self, picture: Image.Image) -> Image.Image:
-        return picture if picture.mode == self.mode else picture.convert(self.mode)
+        if picture.mode == self.mode:
+            return picture
+        return picture.convert(self.mode)
 
 
 class Resized(v2.Transform):
@@ -300,8 +322,9 @@ class Resized(v2.Transform):
         self.size = size
 
     def forward(self, picture: Image.Image) -> Image.Image:
-        same = (picture.height, picture.width) == self.size
-        return picture if same else v2.functional.resize(picture, list(self.size), interpolation=BICUBIC)
+        if (picture.height, picture.width) == self.size:
+            return picture
+        return v2.functional.resize(picture, list(self.size), interpolation=BICUBIC)
 
 
 class Covering(v2.Transform):

@@ -51,17 +51,22 @@ class Latents(DataSet):
             raise ConfigError(
                 f"{root / MANIFEST}: not a manifest of latents ({type(error).__name__}); {PLACED['latents']}"
             ) from None
-        train, val = (read(root, split, classes) for split in ("train", "val"))
-        flipped = read_flipped(root, train[0]) if self.config.flip else None
-        shape = train[0].shape[1:]
-        if val[0].shape[1:] != shape:
-            raise ConfigError(f"{root}: latents of train have shape {shape}, of val {val[0].shape[1:]}")
+        latents, labels = read(root, "train", classes)
+        held_latents, held_labels = read(root, "val", classes)
+        parts, flipped = [(latents, labels), (held_latents, held_labels)], None
+        if self.config.flip:
+            flipped = read_flipped(root, latents)
+        if flipped is not None:
+            parts.append((flipped, labels))
+        shape, held_shape = latents.shape[1:], held_latents.shape[1:]
+        if held_shape != shape:
+            raise ConfigError(f"{root}: latents of train have shape {shape}, of val {held_shape}")
         return Splits(
-            LatentPictures(*train, scale, flipped, self.config.flip),
-            LatentPictures(*val, scale),
+            LatentPictures(latents, labels, scale, flipped, self.config.flip),
+            LatentPictures(held_latents, held_labels, scale),
             None,
             info=info_of(shape, classes),
-            fingerprint=fingerprint((scale, classes), train, val, *([] if flipped is None else [(flipped, train[1])])),
+            fingerprint=fingerprint((scale, classes), parts),
         )
 
     def published(self) -> tuple[ImageInfo, int]:
@@ -81,12 +86,14 @@ class LatentPictures(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        mirrored = self.flipped is not None and torch.rand(()).item() < self.share
-        latents = (self.flipped if mirrored else self.latents)[index]
-        return {"image": torch.from_numpy(latents.astype(np.float32)) * self.scale, "label": int(self.labels[index])}
+        latents = self.latents
+        if self.flipped is not None and torch.rand(()).item() < self.share:
+            latents = self.flipped
+        image = torch.from_numpy(latents[index].astype(np.float32)) * self.scale
+        return {"image": image, "label": int(self.labels[index])}
 
 
-def fingerprint(manifest: tuple[float, tuple[str, ...]], *splits: tuple[np.ndarray, np.ndarray]) -> str:
+def fingerprint(manifest: tuple[float, tuple[str, ...]], splits: list[tuple[np.ndarray, np.ndarray]]) -> str:
     """Return the fingerprint of the manifest, all labels, and `PROBES` latents of each split."""
     digest = hashlib.sha256(repr(manifest).encode())
     for latents, labels in splits:
@@ -141,7 +148,9 @@ def opened(path: Path) -> np.ndarray:
             raise ValueError("an archive of arrays")
         return array
     except (OSError, ValueError, EOFError) as error:
-        why = "no such file" if isinstance(error, FileNotFoundError) else "not a NumPy array"
+        why = "not a NumPy array"
+        if isinstance(error, FileNotFoundError):
+            why = "no such file"
         raise ConfigError(f"{path}: {why}; {PLACED['latents']}") from None
 
 

@@ -26,7 +26,10 @@ class ResidentImages(DeviceDataset):
     def __init__(
         self, source: Any, transform: Any, indices: list[int] | None = None, *, pad: int = 0, flip: float = 0.0
     ) -> None:
-        pixels, labels = zip(*((transform(picture), label) for picture, label in decode(source, indices)))
+        pixels, labels = [], []
+        for picture, label in decode(source, indices):
+            pixels.append(transform(picture))
+            labels.append(label)
         self.pixels, self.labels = torch.stack(pixels), torch.tensor(labels)  # (N, C, H, W), (N,)
         self.pad, self.flip = pad, flip
 

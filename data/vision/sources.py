@@ -16,6 +16,7 @@ from lion.config import ConfigError
 from lion.progress import progress
 from lion.samples.base import Unreadable
 
+SPLIT_SEED = 0  # the split does not depend on a recipe's `seed`
 USUAL = (*IMG_EXTENSIONS, ".gif", ".jfif", ".jpe", ".avif")
 
 
@@ -105,9 +106,9 @@ def is_picture(path: str) -> bool:
         return False
 
 
-def split_indices(size: int, shares: tuple[float, ...], seed: int = 0) -> list[list[int]]:
+def split_indices(size: int, shares: tuple[float, ...]) -> list[list[int]]:
     """Return a fixed random partition of `range(size)`: the rest first, then one part for each of the `shares`."""
-    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(SPLIT_SEED)).tolist()
     parts, end = [], size
     for share in reversed(shares):
         begin = end - round(share * size)

@@ -52,7 +52,7 @@ class TorchvisionSet(Pictures):
             if config.download:
                 how = HOW_TO_SET
             raise ConfigError(f"data set '{config.name}': {reason} in {folder} ({how.format(root=root)})") from None
-        return build_pictures(config, train, test=test)
+        return build_pictures(config, {"train": train, "test": test})
 
     def published(self) -> tuple[ImageInfo, int]:
         return published_info(
