@@ -18,7 +18,7 @@ from torch import Tensor
 from data.folders import root_of, user_path
 from data.hub import check_names, import_datasets, readable
 from data.lra.lines import Lines, Place
-from data.lra.sequences import END, LENGTHS, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files
+from data.lra.sequences import END, LENGTHS, PAD, UNKNOWN, SequenceSet, TokenConfig, checked_files, read_text
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts
 from data.manifest import short_hash, stamps
 from data.splits import TEST, VAL
@@ -143,11 +143,7 @@ class Documents(SequenceSet):
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
         """Load a text file as {tokens}; for a pair of documents, {second} is the text after the first tab."""
-        try:
-            text = user_path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error})") from None
-        texts = text.split("\t", self.parts_of_a_sample - 1)
+        texts = read_text(path).split("\t", self.parts_of_a_sample - 1)
         if len(texts) != self.parts_of_a_sample:
             raise ConfigError(f"{path}: expected two documents separated by a tab")
         characters = None

@@ -30,6 +30,7 @@ from data.lra.sequences import (
     SequenceSet,
     TokenConfig,
     checked_files,
+    read_text,
 )
 from data.lra.store import ArrayKind, Arrays, Part, Source, in_parts, write_part
 from data.manifest import stamps
@@ -129,11 +130,7 @@ class ListOps(SequenceSet):
 
     def load(self, path: str, info: SequenceInfo) -> dict[str, Tensor]:
         """Load the expression in a text file as {tokens}."""
-        try:
-            text = user_path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error})") from None
-        ids = parse(text, path)
+        ids = parse(read_text(path), path)
         evaluate(ids, path)
         return {"tokens": torch.tensor([*ids, END])}
 

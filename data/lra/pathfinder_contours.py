@@ -99,31 +99,33 @@ class Field:
 
     Attributes:
         room, wide: Occupied cells (slots * area,), 0 to 255, see `Dashes`.
+        taken: Both of them, (2, slots, area), in the same memory.
         base: Index of the first cell of each slot, (slots,).
     """
 
     def __init__(self, contours: Contours, table: Dashes, slots: int) -> None:
-        side, margin, around = table.shape.side, table.shape.margin, ((0, 0), *((table.border, table.border),) * 2)
+        side, margin = table.shape.side, table.shape.margin
+        border = (table.border, table.border)
+        around = ((0, 0), border, border)
         frame = np.full((1, side, side), SOLID, np.uint8)
         frame[:, contours.frame : -contours.frame, contours.frame : -contours.frame] = 0
         wide = np.pad(dilated(frame, margin), around, constant_values=SOLID)  # so no dash ends outside
-        self.empty = np.pad(frame, around).reshape(-1), wide.reshape(-1)
+        self.empty = np.stack([np.pad(frame, around), wide]).reshape(2, 1, -1)
         self.table, self.area = table, table.width**2
-        self.room, self.wide = (np.tile(each, slots) for each in self.empty)
+        self.taken = self.empty.repeat(slots, 1)
+        self.room, self.wide = self.taken.reshape(2, -1)
         self.base = np.arange(slots) * self.area
 
     def reset(self, slots: np.ndarray) -> None:
-        for taken, empty in zip((self.room, self.wide), self.empty):
-            taken.reshape(-1, self.area)[slots] = empty
+        self.taken[:, slots] = self.empty
 
-    def keep(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of the occupied cells of some slots, for `restore`."""
-        return self.room.reshape(-1, self.area)[slots], self.wide.reshape(-1, self.area)[slots]
+    def keep(self, slots: np.ndarray) -> np.ndarray:
+        """Return a copy of the occupied cells of some slots, for `restore`."""
+        return self.taken[:, slots]
 
-    def restore(self, slots: np.ndarray, kept: tuple[np.ndarray, np.ndarray], which: np.ndarray) -> None:
+    def restore(self, slots: np.ndarray, kept: np.ndarray, which: np.ndarray) -> None:
         """Restore the rows `which` of `kept` into these slots."""
-        for taken, held in zip((self.room, self.wide), kept):
-            taken.reshape(-1, self.area)[slots] = held[which]
+        self.taken[:, slots] = kept[:, which]
 
     def block(self, slots: np.ndarray, dash: np.ndarray, start: np.ndarray) -> None:
         """Mark the cells of one dash in each slot as occupied."""
@@ -263,10 +265,12 @@ class Targets:
     def extend(self, slots: np.ndarray, contour: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Draw the next dash of one contour in each slot; return in which slots it was possible."""
         last = self.dash[slots, contour, number - 1]
-        ok, *found = self.field.extend(slots, slots, self.chance, last, self.pivot[slots, contour])
-        mine, number = (slots[ok], contour[ok]), number[ok]
-        self.field.block(slots[ok], last[ok], self.start[*mine, number - 1])
-        self.dash[*mine, number], self.start[*mine, number], self.pivot[mine] = (each[ok] for each in found)
+        ok, dash, start, pivot = self.field.extend(slots, slots, self.chance, last, self.pivot[slots, contour])
+        slots, contour, number = slots[ok], contour[ok], number[ok]
+        self.field.block(slots, last[ok], self.start[slots, contour, number - 1])
+        self.dash[slots, contour, number] = dash[ok]
+        self.start[slots, contour, number] = start[ok]
+        self.pivot[slots, contour] = pivot[ok]
         return ok
 
 
@@ -320,10 +324,11 @@ class Canvas:
         rows, pivot = self.begin_distractor(rows, contour)
         for number in range(1, self.contours.distractor_length):
             last, start = self.dash[rows, contour, number - 1], self.start[rows, contour, number - 1]
-            ok, *found = self.field.extend(rows, self.pictures[rows], self.chance, last, pivot)
-            rows = rows[ok]
+            ok, dash, begins, pivot = self.field.extend(rows, self.pictures[rows], self.chance, last, pivot)
+            rows, pivot = rows[ok], pivot[ok]
             self.field.block(rows, last[ok], start[ok])
-            self.dash[rows, contour, number], self.start[rows, contour, number], pivot = (each[ok] for each in found)
+            self.dash[rows, contour, number] = dash[ok]
+            self.start[rows, contour, number] = begins[ok]
         number = self.contours.distractor_length - 1
         self.field.block(rows, self.dash[rows, contour, number], self.start[rows, contour, number])
         return rows

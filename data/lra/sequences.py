@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from data.base import DataConfig, DataSet
-from data.folders import root_of
+from data.folders import root_of, user_path
 from data.lra.store import (
     ArrayKind,
     Arrays,
     Source,
     check_manifest,
-    check_sums,
     counted,
     files_of,
     open_arrays,
     prepare,
-    read_manifest,
 )
-from data.manifest import FORMAT, fingerprint_of, short_hash
+from data.manifest import FORMAT, FileRecord, compare_sums, fingerprint_of, open_manifest, short_hash
 from data.pool import worker_count
 from data.vision.sources import split_indices
 from lion.config import ConfigError, setting
@@ -230,13 +228,17 @@ class SequenceSet(DataSet):
             ConfigError: It cannot be read or was edited, or a file is missing or truncated.
         """
 
-        def check(held: dict[str, Any]) -> None:
+        def files(held: dict[str, Any]) -> dict[str, FileRecord]:
             if self.name_of(held["of"]) != self.folder.name:
                 raise ValueError("of: the samples of another recipe")
             check_manifest(held, self.kinds())
             self.info(held)
+            listed = files_of(held)
+            if more := {path.name for path in self.folder.glob("*.bin")} - listed.keys():
+                raise ValueError(f"arrays: {min(more)} is not listed")
+            return listed
 
-        return read_manifest(self.folder, check)
+        return open_manifest(self.folder, files, "file")
 
     def check(self) -> str:
         """Read all samples and return a line with their numbers.
@@ -245,7 +247,7 @@ class SequenceSet(DataSet):
             ConfigError: A file is damaged.
         """
         manifest = self.manifest()
-        check_sums(self.folder, manifest)
+        compare_sums(self.folder, files_of(manifest))
         return f"{self.folder}: {counted(manifest['samples'])}, checksums match"
 
     def build(self) -> Splits:
@@ -287,6 +289,18 @@ class SequenceSet(DataSet):
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
         return Collate(getattr(self.config, "length", 1), "batch")(samples)
+
+
+def read_text(path: str) -> str:
+    """Read a text file that the user names.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        return user_path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
 
 
 def checked_files(name: str, root: Path, wanted: dict[str, str]) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.manifest import FORMAT, MANIFEST, FileRecord, compare_sums, open_manifest
+from data.manifest import FORMAT, MANIFEST, FileRecord
 from data.pool import create, emptied, make_missing, read_part
 from lion.config import ConfigError
 from lion.files import save_json, write_atomic
@@ -147,19 +147,6 @@ def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
     return made
 
 
-def read_manifest(folder: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Read the manifest of a folder and `check` it, see `data.manifest`."""
-
-    def files(held: dict[str, Any]) -> dict[str, FileRecord]:
-        check(held)
-        listed = files_of(held)
-        if more := {path.name for path in folder.glob("*.bin")} - listed.keys():
-            raise ValueError(f"arrays: {min(more)} is not listed")
-        return listed
-
-    return open_manifest(folder, files, "file")
-
-
 def check_manifest(held: dict[str, Any], kinds: dict[str, ArrayKind]) -> None:
     """Check that a manifest lists samples, and arrays of these kinds for all of them.
 
@@ -204,12 +191,3 @@ def open_arrays(folder: Path, manifest: dict[str, Any], split: str) -> Arrays:
         if owner == split:
             arrays[own] = np.memmap(folder / f"{name}.bin", held["type"], "r", shape=tuple(held["shape"]))
     return arrays
-
-
-def check_sums(folder: Path, held: dict[str, Any]) -> None:
-    """Read every byte and compare the files with their manifest.
-
-    Raises:
-        ConfigError: A file is damaged.
-    """
-    compare_sums(folder, files_of(held))

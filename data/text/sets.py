@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.text.corpus import Corpus, Files
-from data.text.text import Text, TextConfig
+from data.text.text import LAYOUTS, SPLITTINGS, Text, TextConfig
 from lion.config import ConfigError, setting
 
 
@@ -21,7 +21,7 @@ class C4Config(TextConfig):
     path: str | None = setting("allenai/c4", free=True)
     subset: str | None = "en"
     val_split: float = setting(0.001, above=0, max=0.5)
-    pack: str = setting("padded", choices=("documents", "padded", "windows"))
+    pack: str = setting("padded", choices=LAYOUTS)
 
 
 class C4(Text):
@@ -43,7 +43,7 @@ class OpenWebTextConfig(TextConfig):
     path: str | None = setting("Skylion007/openwebtext", free=True)
     tokenizer: str = setting("gpt2", free=True)
     length: int = setting(1024, min=2, max=2**20)
-    pack: str = setting("windows", choices=("documents", "padded", "windows"))
+    pack: str = setting("windows", choices=LAYOUTS)
     val_split: float = setting(0.0005, above=0, max=0.5)
 
 
@@ -127,8 +127,8 @@ class WikiText103Config(TextConfig):
     subset: str | None = "wikitext-103-raw-v1"
     tokenizer: str = setting("gpt2", free=True)
     length: int = setting(513, min=2, max=2**20)
-    pack: str = setting("windows", choices=("documents", "padded", "windows"))
-    split: str = setting("tail", choices=("documents", "tail"))
+    pack: str = setting("windows", choices=LAYOUTS)
+    split: str = setting("tail", choices=SPLITTINGS)
     val_split: float = setting(0.002, above=0, max=0.5)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from data.folders import data_root, user_path
-from data.text.text import Text, TextConfig
+from data.text.text import LAYOUTS, SPLITTINGS, Text, TextConfig
 from lion.config import ConfigError, setting
 from lion.samples.text import TextInfo
 
@@ -23,8 +23,8 @@ class TinyShakespeareConfig(TextConfig):
     name: str = "tiny_shakespeare"
     tokenizer: str = setting("characters", free=True)
     length: int = setting(65, min=2, max=2**20)
-    pack: str = setting("windows", choices=("documents", "padded", "windows"))
-    split: str = setting("tail", choices=("documents", "tail"))
+    pack: str = setting("windows", choices=LAYOUTS)
+    split: str = setting("tail", choices=SPLITTINGS)
     val_split: float = setting(0.1, above=0, max=0.5)
 
 

@@ -42,6 +42,8 @@ from lion.samples.base import Splits
 from lion.samples.order import Drawn, Shuffled
 from lion.samples.text import TextInfo
 
+LAYOUTS = ("documents", "padded", "windows")
+SPLITTINGS = ("documents", "tail")
 TRAINING_CHARACTERS = 2**28  # maximum number of characters that a tokenizer is trained on
 BYTES_A_TOKEN = {"bytes": 1.0, "characters": 1.0}  # of source code; other tokenizers have about 3.5
 BERT = {"pad": 0, "mask": 103, "cls": 101, "sep": 102, "unk": 100}
@@ -82,10 +84,10 @@ class TextConfig(DataConfig):
     tokenizer: str = setting("bert-base-uncased", free=True)
     vocabulary: int = setting(8192, min=300, max=2**20)
     length: int = setting(128, min=2, max=2**20)
-    pack: str = setting("documents", choices=("documents", "padded", "windows"))
-    eval_pack: str | None = setting(None, choices=("documents", "padded", "windows"))
+    pack: str = setting("documents", choices=LAYOUTS)
+    eval_pack: str | None = setting(None, choices=LAYOUTS)
     document_mask: bool = True
-    split: str = setting("documents", choices=("documents", "tail"))
+    split: str = setting("documents", choices=SPLITTINGS)
     val_split: float = setting(0.05, above=0, max=0.5)
 
     @property
