@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import multiprocessing
 import os
@@ -91,13 +92,34 @@ def make_missing(
     unit: str,
     desc: str,
 ) -> None:
-    """Call `work` for every part whose file `path(part)` in the folder `place` is missing, in `workers` processes."""
+    """Call `work` for every part whose file `path(part)` in the folder `place` is missing, with a progress bar.
+
+    `work` is sent once to each of the `workers` processes.
+
+    Raises:
+        ConfigError: A process died, or `work` raised the error.
+    """
     place.mkdir(exist_ok=True)
     todo = [part for part in parts if not path(part).exists()]
     if todo and len(todo) < len(parts):
         log.info("%s: %d of %d %ss are finished, resuming", place, len(parts) - len(todo), len(parts), unit)
-    bar = {"total": len(parts), "initial": len(parts) - len(todo), "unit": unit, "desc": desc}
-    each(work, todo, workers=workers, place=place, **bar)
+    bar = functools.partial(progress, total=len(parts), initial=len(parts) - len(todo), unit=unit, desc=desc)
+    workers = min(workers, len(todo))
+    if workers < 2:
+        for part in bar(todo):
+            work(part)
+        return
+    with start_pool(workers, work) as pool:
+        try:
+            running = [pool.submit(run, part) for part in todo]
+            for done in bar(as_completed(running)):
+                done.result()
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"{place}: a process died, out of memory? data.workers=1 uses one process, finished parts are kept"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
@@ -113,34 +135,6 @@ def read_part(path: Path, make: Callable[..., Any] = dict) -> Any:
         raise InvalidPart(
             f"{path}: not a finished part ({type(error).__name__}); remove it, the next preparation creates it again"
         ) from None
-
-
-def each(work: Callable[[Any], None], parts: Sequence[Any], *, workers: int, place: Path, **bar: Any) -> None:
-    """Call `work` with every part, in `workers` processes, with a progress bar; `work` is sent to each process once.
-
-    Args:
-        place: Folder of the finished parts, which the error names if a process dies.
-        bar: Keyword arguments of tqdm.
-
-    Raises:
-        ConfigError: A process died, or `work` raised the error.
-    """
-    workers = min(workers, len(parts))
-    if workers < 2:
-        for part in progress(parts, **bar):
-            work(part)
-        return
-    with start_pool(workers, work) as pool:
-        try:
-            running = [pool.submit(run, part) for part in parts]
-            for done in progress(as_completed(running), **bar):
-                done.result()
-        except BrokenProcessPool:
-            raise ConfigError(
-                f"{place}: a process died, out of memory? data.workers=1 uses one process, finished parts are kept"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def start_pool(workers: int, work: Callable[[Any], None]) -> ProcessPoolExecutor:

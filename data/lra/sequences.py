@@ -256,7 +256,7 @@ class SequenceSet(DataSet):
             raise ConfigError(f"data set '{config.name}': no samples {folder}, ./run.sh prepare RECIPE makes them")
         manifest = self.manifest()
         info = self.info(manifest)
-        collate = self.collate_of(info)
+        collate = Collate(info.length, getattr(config, "pad", "length"))
         chosen: dict[str, list[int]] = {}
         arrays: dict[str, Arrays] = {}
         for split, size in manifest["samples"].items():
@@ -283,9 +283,6 @@ class SequenceSet(DataSet):
             val, test = test, None
         fingerprint = fingerprint_of(files_of(manifest))
         return Splits(made["train"], val, test, info, collate, fingerprint=fingerprint)
-
-    def collate_of(self, info: SequenceInfo) -> Collate:
-        return Collate(info.length, getattr(self.config, "pad", "length"))
 
     def collate(self, samples: list[dict[str, Tensor]]) -> Batch:
         return Collate(getattr(self.config, "length", 1), "batch")(samples)

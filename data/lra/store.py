@@ -7,8 +7,6 @@ preparation resumes.
 from __future__ import annotations
 
 import functools
-import hashlib
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +18,7 @@ import numpy as np
 from data.manifest import FORMAT, MANIFEST, FileRecord
 from data.pool import create, emptied, make_missing, read_part
 from lion.config import ConfigError
-from lion.files import save_json, write_atomic
+from lion.files import digest, save_json, sync, write_atomic
 
 Arrays = dict[str, np.ndarray]
 
@@ -131,19 +129,17 @@ def write_part(path: Path, arrays: Arrays) -> None:
 def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
     """Write the arrays of all parts, one after another; return the manifest entry of each file."""
     made: dict[str, Any] = {}
-    sums: dict[str, Any] = {}
     for part in parts:
         for name, values in read_part(part_path(kept, part)).items():
             name = f"{part.split}.{name}"
             held = made.setdefault(name, {"type": values.dtype.name, "shape": [0, *values.shape[1:]]})
             held["shape"][0] += len(values)
-            sums.setdefault(name, hashlib.sha256()).update(values.tobytes())
             with open(folder / f"{name}.bin", "ab") as file:
                 file.write(values.tobytes())
     for name, held in made.items():
-        held["sha256"] = sums[name].hexdigest()
-        with open(folder / f"{name}.bin", "rb") as file:
-            os.fsync(file.fileno())
+        path = folder / f"{name}.bin"
+        held["sha256"] = digest(path)
+        sync(path)
     return made
 
 
