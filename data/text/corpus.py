@@ -189,7 +189,7 @@ class Table(Corpus):
         self, path: str, subset: str | None, split: str, column: str | None, files: Sequence[Path] = ()
     ) -> None:
         self.where = (path, subset, split, tuple(map(str, files)))
-        self.path, self.stream = path, open_stream(*self.where)
+        self.path = path
         with readable(path, exists=True):
             row = next(iter(self.stream), None)
         if row is None:
@@ -200,12 +200,10 @@ class Table(Corpus):
     def __len__(self) -> int:
         return self.stream.num_shards
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "stream": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.stream = open_stream(*self.where)
+    @property
+    def stream(self) -> Any:
+        """The rows, which each process opens itself."""
+        return open_stream(*self.where)
 
     def read(self, shard: int) -> Iterator[Piece]:
         with readable(self.path, exists=True):

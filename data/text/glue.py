@@ -13,6 +13,7 @@ from data.text.sequences import (
     KINDS,
     LabelledConfig,
     LabelledSequences,
+    Place,
     Sequences,
     fingerprint,
     names_of_classes,
@@ -115,11 +116,12 @@ class Glue(LabelledSequences):
 
     def split(self, split: str, info: LabelledTextInfo) -> Sequences:
         source = self.source(split)
-        names = tuple(names_of_classes(source, self.config.task, split, "label"))
+        place = Place(source, self.config.task, split)
+        names = tuple(names_of_classes(place, "label"))
         if names and self.task.classes and names != self.task.classes:
             classes = ", ".join(self.task.classes)
             raise ConfigError(f"{source}: the labels 0, 1, .. are {', '.join(names)}, those of GLUE are {classes}")
-        return self.sequences(read_rows(source, self.config.task, split), source, info)
+        return self.sequences(read_rows(place), source, info)
 
     def label(self, value: Any, where: str) -> int | float:
         classes, (least, most) = self.task.classes, NUMBERS

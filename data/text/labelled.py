@@ -21,6 +21,7 @@ from data.text.sequences import (
     KINDS,
     LabelledConfig,
     LabelledSequences,
+    Place,
     Row,
     fingerprint,
     names_of_classes,
@@ -135,7 +136,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         Raises:
             ConfigError: The data are missing or cannot be read.
         """
-        found = {name: list(read_rows(*place)) for name, place in self.places.items()}
+        found = {name: list(read_rows(place)) for name, place in self.places.items()}
         for name, rows in found.items():
             if not rows:
                 raise ConfigError(f"{self.origin(name)}: no rows, the file is empty")
@@ -153,7 +154,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         found = dict(self.read)
         for name, rows in found.items():
             kept = [(where, row) for where, row in rows if row.get(self.label_column) != -1]
-            if 0 < len(kept) < len(rows) and names_of_classes(*self.places[name], self.label_column):
+            if 0 < len(kept) < len(rows) and names_of_classes(self.places[name], self.label_column):
                 log.info(
                     "%s: %d rows of %s are left out, their label is -1", self.origin(name), len(rows) - len(kept), name
                 )
@@ -168,8 +169,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         return found
 
     @functools.cached_property
-    def places(self) -> dict[str, tuple[Path | str, str | None, str]]:
-        """The arguments of `read_rows` for each split that exists.
+    def places(self) -> dict[str, Place]:
+        """The place of each split that exists.
 
         Raises:
             ConfigError: There are no training data.
@@ -181,9 +182,9 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         if path.is_file():
             if path.suffix.lower() not in KINDS:
                 raise ConfigError(f"data.path: {path} ends with {path.suffix or 'nothing'}, expected one of {kinds}")
-            return {"train": (path, None, "train")}
+            return {"train": Place(path, None, "train")}
         if is_saved(path):
-            return named({split: (path, None, split) for split in load_saved(path)})
+            return named({split: Place(path, None, split) for split in load_saved(path)})
         if path.is_dir():
             found = named(tables_in(path))
             if "train" not in found:
@@ -194,7 +195,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
                 if len(files) > 1:
                     both = f"{file.name} and {files[1].name}"
                     raise ConfigError(f"data.path: {path}: {both} are both of split {name}; remove or rename one")
-                places[name] = (file, None, name)
+                places[name] = Place(file, None, name)
                 if file.suffix.lower() == ".parquet":
                     parquet.append(file)
             check_names(parquet)
@@ -203,10 +204,10 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         names = hub_splits(config.path, config.subset)
         if "train" not in names:
             raise ConfigError(f"data.path: {config.path!r} has no split 'train', it has {', '.join(names)}")
-        return named({split: (config.path, config.subset, split) for split in names})
+        return named({split: Place(config.path, config.subset, split) for split in names})
 
     def origin(self, split: str) -> str:
-        return str(self.places.get(split, self.places["train"])[0])
+        return str(self.places.get(split, self.places["train"]).source)
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
@@ -216,8 +217,12 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         for names in TEXTS:
             if all(isinstance(row.get(name), str) for name in names):
                 return names
-        others = [name for name in row if name != self.label_column]
-        texts = [name for name in others if isinstance(row[name], str)]
+        others, texts = [], []
+        for name, value in row.items():
+            if name != self.label_column:
+                others.append(name)
+                if isinstance(value, str):
+                    texts.append(name)
         if not texts:
             raise ConfigError(f"data.path: {self.origin('train')}: no column holds text: {kinds_of(row)}")
         if len(texts) != 1:
@@ -264,8 +269,8 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
         Raises:
             ConfigError: A column of fractions holds something else, or one of numbers a missing value.
         """
-        source = self.places["train"][0]
-        cells = isinstance(source, Path) and source.suffix.lower() in DIALECTS
+        place = self.places["train"]
+        cells = place.is_local and place.suffix in DIALECTS
         odd, fractions = [], False
         for label in self.labels:
             number = label
@@ -318,7 +323,7 @@ class LabelledText(LabelledSequences, KeepsTokenizer):
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
         if not any(isinstance(label, str) for label in self.place):
-            names = names_of_classes(*self.places["train"], self.label_column)
+            names = names_of_classes(self.places["train"], self.label_column)
             if names and all(label in range(len(names)) for label in self.place):
                 return tuple(names[label] for label in self.place)
         texts = []

@@ -114,8 +114,11 @@ class Padding(NamedTuple):
             tokens[row, : len(ids)] = ids
             types[row, first : len(ids)] = 1
             segments[row, : len(ids)] = 0
-        arrays = {"tokens": tokens, "types": types, "segments": segments}
-        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+        return {
+            "tokens": torch.from_numpy(tokens),
+            "types": torch.from_numpy(types),
+            "segments": torch.from_numpy(segments),
+        }
 
 
 class LabelledSequences(DataSet):
@@ -228,38 +231,53 @@ class LabelledSequences(DataSet):
         return self.padding.rows(samples)
 
 
-def read_rows(source: Path | str, subset: str | None, split: str) -> Iterator[Row]:
-    """Yield the rows of a file, or of a split of a Hub id; their locations are the file or id, and a number from 1.
+class Place(NamedTuple):
+    """Where the rows of a split are: in a file, in a folder of `save_to_disk`, or on the Hub."""
+
+    source: Path | str
+    subset: str | None
+    split: str
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.source, Path)
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.source).suffix.lower()
+
+
+def read_rows(place: Place) -> Iterator[Row]:
+    """Yield the rows of a place; their locations are the file or Hub id, and a number from 1.
 
     Raises:
         ConfigError: It cannot be read.
     """
-    with readable(source, isinstance(source, Path)):
-        if not isinstance(source, Path) or source.stat().st_size:
-            for number, row in enumerate(open_rows(source, subset, split), 1):
+    source = place.source
+    with readable(source, place.is_local):
+        if not place.is_local or source.stat().st_size:
+            for number, row in enumerate(open_rows(place), 1):
                 yield f"{source}, row {number}", row
 
 
-def open_rows(source: Path | str, subset: str | None, split: str) -> Any:
+def open_rows(place: Place) -> Any:
     """Open a file as a stream, or a split of a folder of `save_to_disk` or of a Hub id."""
-    if isinstance(source, Path) and source.suffix.lower() in DIALECTS:
+    source, split = place.source, place.split
+    if not place.is_local:
+        return import_datasets().load_dataset(source, place.subset, split=split)
+    if place.suffix in DIALECTS:
         return table_rows(source)
-    if isinstance(source, Path) and source.suffix.lower() in JSON:
+    if place.suffix in JSON:
         return json_rows(source)
-    if isinstance(source, Path) and source.is_dir():
+    if source.is_dir():
         return load_saved(source)[split]
-    datasets = import_datasets()
-    if not isinstance(source, Path):
-        return datasets.load_dataset(source, subset, split=split)
-    return datasets.load_dataset("parquet", data_files={split: str(source)}, split=split, streaming=True)
+    return import_datasets().load_dataset("parquet", data_files={split: str(source)}, split=split, streaming=True)
 
 
-def names_of_classes(source: Path | str, subset: str | None, split: str, column: str) -> Sequence[str]:
+def names_of_classes(place: Place, column: str) -> Sequence[str]:
     """Return the names of the classes 0, 1, .. of a column, for a Hub id or file that has them, or else no names."""
-    if isinstance(source, Path) and source.suffix.lower() in JSON + tuple(DIALECTS):
-        return ()
-    with readable(source, isinstance(source, Path)):
-        features = getattr(open_rows(source, subset, split), "features", None) or {}
+    with readable(place.source, place.is_local):
+        features = getattr(open_rows(place), "features", None) or {}
         return getattr(features.get(column), "names", ())
 
 

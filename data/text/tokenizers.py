@@ -306,13 +306,10 @@ def train_wordpiece(inner: tokenizers.Tokenizer, texts: Iterable[str], vocabular
     The trainer numbers the characters inside words in the order of a hash table, and these numbers break ties between
     equally frequent pairs. So a first pass finds the characters, and a second pass passes them in sorted order.
     """
-
-    def train(size: int, first: list[str]) -> None:
+    for size in (0, vocabulary):  # 0: only characters, at the beginning of words and inside words (##)
+        first = WORDPIECE + sorted(inner.get_vocab().keys() - set(WORDPIECE))
         trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=first, show_progress=False)
         inner.train_from_iterator(texts, trainer)
-
-    train(0, WORDPIECE)  # only characters: at the beginning of words, and inside words (##)
-    train(vocabulary, WORDPIECE + sorted(inner.get_vocab().keys() - set(WORDPIECE)))
 
 
 def plain(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
