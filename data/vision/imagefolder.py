@@ -95,7 +95,7 @@ def build_classes(config: PictureConfig, root: Path, folders: Mapping[str, Path]
     return build_pictures(config, {"train": open_folder(root, config, how)})
 
 
-def split_folders(root: Path, names: Mapping[str, str | None] = MappingProxyType({})) -> dict[str, Path]:
+def split_folders(root: Path, names: Mapping[str, str | None]) -> dict[str, Path]:
     """Return the folders of splits in `root`; a folder `train` without folders in it, among classes, is one of them.
 
     Raises:
