@@ -27,7 +27,7 @@ from data.lra.store import (
 )
 from data.manifest import FORMAT, FileRecord, compare_sums, fingerprint_of, open_manifest, short_hash
 from data.pool import worker_count
-from data.vision.sources import split_indices
+from data.vision.sources import drawn, split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Batch, DeviceDataset, Splits, moved
 from lion.samples.sequences import SHAPES, SequenceInfo, padded_length
@@ -271,8 +271,7 @@ class SequenceSet(DataSet):
             parts = split_indices(len(chosen["train"]), tuple(missing.values()))
             chosen |= dict(zip(("train", *missing), parts))
         if config.limit is not None:
-            kept = split_indices(len(chosen["train"]), ())[0][: config.limit]
-            chosen["train"] = [chosen["train"][i] for i in kept]
+            chosen["train"] = drawn(chosen["train"], config.limit)
         made: dict[str, Sequences] = {}
         for split, indices in chosen.items():
             if not indices:

@@ -30,9 +30,7 @@ class C4(Text):
     Config = C4Config
 
     download = 326_778_635_540
-
-    def held(self) -> tuple[float, int]:
-        return 156e9, 364_868_892
+    size = 156e9, 364_868_892
 
 
 @dataclass
@@ -53,9 +51,7 @@ class OpenWebText(Text):
     Config = OpenWebTextConfig
 
     download = 12_880_027_468
-
-    def held(self) -> tuple[float, int]:
-        return 9_035_582_198, 8_009_762
+    size = 9_035_582_198, 8_009_762
 
 
 @dataclass
@@ -76,9 +72,7 @@ class Pile(Text):
     Config = PileConfig
 
     download = 451_079_111_579
-
-    def held(self) -> tuple[float, int]:
-        return 207e9, 134_318_121
+    size = 207e9, 134_318_121
 
 
 @dataclass

@@ -148,6 +148,7 @@ class Text(KeepsTokenizer):
 
     Config, Info = TextConfig, TextInfo
     workers = 0  # whole batches are built in microseconds
+    size: tuple[float, int] | None = None  # published tokens and documents of `train`
 
     def prepare(self) -> None:
         """Create the token file if it is missing."""
@@ -336,6 +337,8 @@ class Text(KeepsTokenizer):
 
     def held(self) -> tuple[float, int] | None:
         """Estimate the tokens and documents of `train`; None if only `prepare` can count them."""
+        if self.size is not None:
+            return self.size
         path = self.config.path
         if path is None or self.folder.is_dir() or not user_path(path).exists():
             return None

@@ -167,8 +167,8 @@ class Columns:
 
     def __init__(self, config: HubConfig, table: Any) -> None:
         features = table.features
-        self.image = self.find(config, "image_column", config.image_column, features, is_picture)
-        self.label = self.find(config, "label_column", config.label_column, features, is_label)
+        self.image = self.find(config, "image_column", features, is_picture)
+        self.label = self.find(config, "label_column", features, is_label)
         if not isinstance(features[self.label], datasets.ClassLabel | datasets.Value):
             raise ConfigError(f"data.label_column: {self.label!r} holds neither numbers nor names")
         names = getattr(features[self.label], "names", None)
@@ -180,7 +180,8 @@ class Columns:
         self.place = dict(zip(values, itertools.count()))
 
     @staticmethod
-    def find(config: HubConfig, key: str, name: str | None, features: Any, fits: Any) -> str:
+    def find(config: HubConfig, key: str, features: Any, fits: Any) -> str:
+        name = getattr(config, key)
         if name is not None:
             if name not in features:
                 raise ConfigError(f"data.{key}: no column {name!r}, {nearest(name, list(features))}")

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from data.base import DataConfig, DataSet
 from data.vision.augment import RandAugment
 from data.vision.resident import ResidentImages
-from data.vision.sources import Decoded, Images, read_sample, split_indices
+from data.vision.sources import Decoded, Images, drawn, read_sample, split_indices
 from lion.config import ConfigError, setting
 from lion.samples.base import Splits, Unreadable
 from lion.samples.images import ImageInfo, evaluation_crop, numbered
@@ -136,8 +136,7 @@ def build_pictures(config: PictureConfig, sources: dict[str, Any]) -> Splits:
             raise ConfigError(f"data set '{config.name}' has one split: data.val_split=0.1 holds out a tenth of it")
         val, test = test, None
     if config.limit is not None and config.limit < len(kept):
-        order = split_indices(len(kept), ())[0]
-        kept = [kept[i] for i in order[: config.limit]]
+        kept = drawn(kept, config.limit)
     plain = test_transform(config, info)
 
     def split(source: Any, transform: Any, indices: list[int] | None = None) -> Images | ResidentImages:

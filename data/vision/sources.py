@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,12 @@ def is_picture(path: str) -> bool:
             return not isinstance(picture, ImageFile.StubImageFile)  # a stub is recognised but not decoded
     except Exception:  # the readers of formats raise errors of any type
         return False
+
+
+def drawn(indices: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of some indices, drawn once for all runs."""
+    order = split_indices(len(indices), ())[0]
+    return [indices[i] for i in order[:most]]
 
 
 def split_indices(size: int, shares: tuple[float, ...]) -> list[list[int]]:
