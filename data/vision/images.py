@@ -181,7 +181,7 @@ def describe(config: PictureConfig, sources: dict[str, Any]) -> tuple[ImageInfo,
     """
     classes, whose = tuple(sources["train"].classes), f"data set '{config.name}'"
     if len(classes) < 2:
-        raise ConfigError(f"{whose}: only one class ({', '.join(classes) or 'none'}), expected at least two")
+        raise ConfigError(f"{whose}: only one class ({', '.join(map(str, classes)) or 'none'}), expected at least two")
     for name, source in sources.items():
         there, here = set(map(str, source.classes)), set(map(str, classes))
         odd = []
