@@ -59,8 +59,8 @@ def test_of_several_segments_the_last_goes_on(mixer):
     close(y, alone, 1e-10)
 
 
-def test_labels_name_tpe_and_rotation():
-    """Check that labels name TPE and rotation that differ from the mixer's convention, but not their consequences."""
+def test_labels_name_tpe_rotation_and_parts():
+    """Check that labels name what differs from the mixer's convention, but not its consequences."""
 
     def label(mixer, attention=None, **settings):
         return ViTConfig(mixer, 12, 2, 3, attention=AttentionConfig(**attention or {}), **settings).label()
@@ -70,6 +70,8 @@ def test_labels_name_tpe_and_rotation():
     assert label("retnet", {"rotation": "none"}) == "retnet without rotation"
     assert label("lion_s", {"normalize": "none", "rotation": "lrpe"}) == "lion_s without row sum lrpe rotation"
     assert label("gla", tpe=4, position_embedding=True) == "gla with positions with TPE"
+    parts = {"block": "published", "conv_width": 3, "out_gate": "silu"}
+    assert label("gla", parts) == "gla published block, conv width 3, out gate silu"
 
 
 def test_a_mixer_may_bring_its_own_tpe(monkeypatch):

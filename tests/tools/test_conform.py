@@ -162,6 +162,7 @@ BAD = {  # words of the command line, expected message
     "lion": "lion: expected MODULE:CLASS or FILE.py:CLASS",
     "tortch:Layer": "no module 'tortch', did you mean 'torch'?",
     "lion.layers.mixer:X": "no module 'lion.layers.mixer', did you mean 'mixers'?",
+    "lion.layer.mixers:X": "no module 'lion.layer', did you mean 'layers'?",
     "lion:LionAttentio": "lion has no LionAttentio, did you mean 'LionAttention'?",
     "collections:OrderedDict": "OrderedDict is not a class of torch.nn.Module, no layer there",
     "json:dumps --init obj=3": "json:dumps: returned str, expected a torch.nn.Module",

@@ -213,6 +213,8 @@ def test_a_run_that_is_not_finished(runs, tmp_path):
         (run / name).write_text(whole)
     file.write_text("\n".join(lines[: len(lines) // 2]))
     refused(r"run: stopped at step \d+, finish its training first", load, str(run))
+    file.unlink()
+    refused("run: no metrics.jsonl: it is not trained yet", load, str(run))
 
 
 @pytest.mark.slow

@@ -118,9 +118,10 @@ def test_last_rows_are_those_of_whole_sequences(dtype, tolerance, segments):
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 3, 300, n, generator=generator, dtype=torch.float64).to(dtype) for n in (8, 8, 5)]
     log_decay = -torch.rand(3, generator=generator)
-    settings = Settings(form="auto", direction="forward", feature_map="silu_shifted", normalize="sum")
     real = torch.ones(2, 1, 300, 1, dtype=torch.bool) if segments is None else segments[:, None, :, None] >= 0
-    for decay in (None, log_decay.to(dtype if dtype == torch.float64 else torch.float32)):
+    log_decay = log_decay.to(dtype if dtype == torch.float64 else torch.float32)
+    for decay, normalize in ((None, "sum"), (log_decay, "sum"), (log_decay, "none")):
+        settings = Settings(form="auto", direction="forward", feature_map="silu_shifted", normalize=normalize)
         results = []
         for fn in (last_rows, linear_attention):
             given = [x.detach().clone().requires_grad_() for x in whole]
