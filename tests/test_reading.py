@@ -30,7 +30,7 @@ BOUNDS = {  # lower them with every change that can; never raise them without a 
     "lion/layers": Reading(39_500, 12, 9.9),
     "lion": Reading(163_700, 10, 6.2),
     "data": Reading(48_200, 9, 4.6),
-    "tools": Reading(111_400, 9, 9.5),
+    "tools": Reading(111_540, 9, 8.4),
     "tests": Reading(328_000, 14, 13.5),
 }
 

@@ -37,7 +37,9 @@ class Comparison(NamedTuple):
     @classmethod
     def of(cls, row: dict[str, Any]) -> Comparison:
         """Return the comparison that `as_row` made a row of JSON."""
-        found = None if row["found"] is None else Difference(**row["found"])
+        found = None
+        if row["found"] is not None:
+            found = Difference(**row["found"])
         return cls(row["kind"], tuple(row["pair"]), found, row["missing"], row["unit"])
 
     @property
@@ -69,7 +71,9 @@ def compare(
         missing = NOT_RUN
         if fewest:
             made = NOISES[noise](values, first, second)
-            missing = "" if made and fewest >= seeds else INCOMPLETE
+            missing = INCOMPLETE
+            if made and fewest >= seeds:
+                missing = ""
         if made and not metric.higher_is_better:
             made = made._replace(mean=-made.mean)
         found.append(Comparison(kind, (first, second), made, missing, unit))
@@ -112,7 +116,9 @@ def verdict_of(each: Comparison, p: float) -> str:
     if each.found is None or p >= LEVEL:
         return UNDECIDED
     first, other = VERDICTS[each.kind]
-    return other if each.found.mean < 0 else first
+    if each.found.mean < 0:
+        return other
+    return first
 
 
 def table_of(kind: str, found: Sequence[tuple[Comparison, str]], level: float) -> tuple[list[str], list[list[str]]]:

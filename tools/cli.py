@@ -238,7 +238,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str] | None = None)
             traceback.print_exc()
         if line is not None:
             print(as_called(line), file=sys.stderr)
-        code = 2 if isinstance(error, ConfigError) or getattr(error, "errno", None) in NAMED else 1
+        code = 1
+        if isinstance(error, ConfigError) or getattr(error, "errno", None) in NAMED:
+            code = 2
     try:
         sys.stdout.flush()
     except OSError:  # a failed write would fail again when the interpreter ends
@@ -288,7 +290,9 @@ def one_line(error: Exception) -> str | None:
     if (path := truncated_library(error)) is not None:
         return f"error: {path} is truncated by a compilation that was killed: delete it and try again"
     full = full_disk(error)
-    return None if full is None else f"error: {os_error_text(full)}"
+    if full is None:
+        return None
+    return f"error: {os_error_text(full)}"
 
 
 def check_folder(what: str, folder: Path) -> None:

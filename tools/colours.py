@@ -38,4 +38,6 @@ OTHER = "#5c5c5c"
 def colour_of(row: str) -> str:
     """Return the colour of a row by its mixer, which is the first word of the row."""
     mixer = row.split()[0].rstrip(",").removesuffix("_forward").removesuffix("_multiscan")
-    return SOFTMAX if mixer in ("softmax", "sdpa") else COLOURS.get(mixer, OTHER)
+    if mixer in ("softmax", "sdpa"):
+        return SOFTMAX
+    return COLOURS.get(mixer, OTHER)

@@ -144,12 +144,16 @@ def usage(group: str = "") -> str:
 
 def parse_command(argv: list[str]) -> tuple[str, list[str]]:
     """Return (name, arguments) of the command that a line calls; the name may be missing from the table."""
-    first = argv[0] if argv else ""
+    first = ""
+    if argv:
+        first = argv[0]
     if not first or "=" in first or first.startswith("-"):
         return DEFAULT[0], [*DEFAULT[1:], *argv]
     if "/" in first or first.endswith((".yaml", ".yml")):
         return "train", argv
-    words = 2 if is_group(first) else 1
+    words = 1
+    if is_group(first):
+        words = 2
     return " ".join(argv[:words]), argv[words:]
 
 

@@ -176,7 +176,9 @@ def hint_of_tokenizer(run: str | Path | None) -> Iterator[None]:
     try:
         yield
     except (NoTokenizer, OtherVocabulary) as error:
-        hint = transfer_hint(run) if run is not None else ""
+        hint = ""
+        if run is not None:
+            hint = transfer_hint(run)
         raise ConfigError("; ".join(filter(None, (str(error), hint)))) from None
 
 
@@ -286,7 +288,9 @@ def process_count(recipe: Recipe, machines: int = 1) -> int:
 
 
 def describe_length(plan: Plan) -> str:
-    return f"{plan.trainer.time} of training" if plan.total is None else f"{plan.total:,} steps"
+    if plan.total is None:
+        return f"{plan.trainer.time} of training"
+    return f"{plan.total:,} steps"
 
 
 def describe_warmup(plan: Plan) -> str:
@@ -304,7 +308,9 @@ def doubts(recipe: Recipe, plan: Plan) -> list[str]:
     """
     found = []
     new = recipe.init_from is None
-    fewest = FEWEST if new else FEWEST_FROM_TRAINED
+    fewest = FEWEST_FROM_TRAINED
+    if new:
+        fewest = FEWEST
     if plan.total is not None and plan.total < fewest:
         size = recipe.trainer.batch_size
         count = f"{plan.total:,} update{'s' * (plan.total > 1)}"

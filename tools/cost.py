@@ -71,7 +71,9 @@ def describe_time(task: Task, recipe: Recipe, plan: Plan, state: int, activation
     load = os.getloadavg()[0]  # of the last minute, before the measurement
     sample, update, spread = time_step(task, recipe, plan, runtime)
     batch, threads = recipe.trainer.batch_size, torch.get_num_threads()
-    where = "1 GPU" if runtime.device.type == "cuda" else f"{threads} CPU thread{'s' * (threads > 1)}, float32"
+    where = "1 GPU"
+    if runtime.device.type != "cuda":
+        where = f"{threads} CPU thread{'s' * (threads > 1)}, float32"
     parts = f"{duration_text(sample)} per sample, {duration_text(update)} per update, measured now"
     how = f"{where}, eager: {parts}; without compilation and evaluation"
     if hint := slow_precision(recipe.trainer.precision, runtime.device):

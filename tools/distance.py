@@ -374,11 +374,15 @@ def show(rows: list[Row], features: FeatureSource, real: Pictures) -> None:
     }
     figures = [row.figures for row in rows]
     for name in max(figures, key=len):  # features from a file have no class probabilities
-        heading = f"{name} %" if name in SHARES else name
+        heading = name
+        if name in SHARES:
+            heading = f"{name} %"
         columns[heading] = partial(figure_cell, name=name)
     header, cells = fill(columns, rows)
     print(table(header, cells))
-    where = f"features of {features.about}" if features.about else "features as stored in the files"
+    where = "features as stored in the files"
+    if features.about:
+        where = f"features of {features.about}"
     print(f"reference: {real.name}; {where}; ±: 95 %, jackknife of {GROUPS} groups")
     print(f"precision and recall: k = {NEIGHBOURS}, equally many images of both sets, at most {NEAREST:,}")
 
@@ -387,5 +391,7 @@ def figure_cell(row: Row, name: str) -> str:
     if name not in row.figures:
         return "-"
     value, half = row.figures[name]
-    scale = 100 if name in SHARES else 1
+    scale = 1
+    if name in SHARES:
+        scale = 100
     return f"{scale * value:.2f} ± {scale * half:.2f}"

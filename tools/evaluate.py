@@ -85,7 +85,9 @@ def measure_forms(
     meanwhile.
     """
     if not isinstance(run, LoadedRun):
-        opened = open_run if splits is not None else open_with_data
+        opened = open_with_data
+        if splits is not None:
+            opened = open_run
         run = opened(run, checkpoint=checkpoint, ema=ema)
     elif splits is None:
         run = run._replace(recipe=resolve_run(run.folder))
@@ -118,7 +120,9 @@ def as_table(rows: list[dict[str, Any]], metric: Metric) -> str:
     ]
     first = rows[0]
     weights = f"{first['weight_bytes'] / 2**20:.1f} MiB"
-    how = "compiled" if first.get("compiled") else "eager"
+    how = "eager"
+    if first.get("compiled"):
+        how = "compiled"
     note = f"batch {first['batch']}, {first['precision']}, {how}; the peak does not include the weights ({weights})"
     return "\n".join([table(header, body), note, *([first["remark"]] if first.get("remark") else [])])
 

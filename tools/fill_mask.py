@@ -31,7 +31,9 @@ def fill(loaded: LoadedRun, texts: list[str], top: int) -> int:
             code = 2
             continue
         for number, words in enumerate(answers, 1):
-            named = text if len(answers) == 1 else f"{text} ({number})"
+            named = text
+            if len(answers) != 1:
+                named = f"{text} ({number})"
             rows.append([named, *words])
     if rows:
         print_answers(["text"], rows)

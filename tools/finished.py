@@ -81,7 +81,9 @@ def load(name: str) -> Run:
             raise ConfigError(f"{folder}: stopped at step {held_out[-1]['step']:,}, finish its training first")
         task, checkpoint = read_run(folder, recipe, "best")
         metric, *others = task.metrics
-        unit = "step" if recipe.trainer.epochs is None else "epoch"
+        unit = "epoch"
+        if recipe.trainer.epochs is None:
+            unit = "step"
         scored = [line for line in held_out if line[metric.name] is not None]
         if not scored:
             raise ConfigError(f"{folder}: no validation has a finite {metric.name}")

@@ -81,7 +81,9 @@ def main(argv: list[str]) -> int:
         raise
     if args.state:
         write_state(args.state, text)
-    return 0 if complete else 130
+    if complete:
+        return 0
+    return 130
 
 
 def compile_mode(model: GPT, mode: str) -> None:
@@ -100,7 +102,9 @@ def check_request(args: Any) -> None:
     """
     there = args.state is not None and args.state.exists()
     if not args.prompt and not there:
-        missing = f"no such state {args.state}, and no --prompt to begin one" if args.state else "--prompt is missing"
+        missing = "--prompt is missing"
+        if args.state:
+            missing = f"no such state {args.state}, and no --prompt to begin one"
         raise ConfigError(f"run.sh generate: {missing}")
     if args.state is not None:  # otherwise the state would be lost at the end
         check_folder("--state", args.state.parent)

@@ -130,7 +130,9 @@ def images_of_folder(path: Path, drawing: Drawing, channels: int) -> Pictures:
         raise ConfigError(f"{path}: no images in this folder")
     random.Random(drawing.seed).shuffle(files)
     files = files[: drawing.most]
-    mode = "L" if channels == 1 else "RGB"
+    mode = "RGB"
+    if channels == 1:
+        mode = "L"
 
     def read() -> Iterator[Tensor]:
         shape = None
@@ -262,7 +264,9 @@ class SampleCache:
         path = folder / MANIFEST
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            there = read_json(path) if path.exists() else None
+            there = None
+            if path.exists():
+                there = read_json(path)
         except (OSError, ValueError):
             raise ConfigError(f"--keep: {folder} is not a folder of samples") from None
         if there is None and any(folder.iterdir()):

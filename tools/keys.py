@@ -102,7 +102,9 @@ def check_keys(layers: Layers) -> None:
                 hint = places_of(name, settings) or nearest(top, settings[""])
                 raise ConfigError(f"{origin}: unknown key '{top}': {hint}")
             if section in settings and name not in known:
-                otherwise = "./run.sh show prints all settings of a recipe" if len(settings[section]) > MANY else None
+                otherwise = None
+                if len(settings[section]) > MANY:
+                    otherwise = "./run.sh show prints all settings of a recipe"
                 raise ConfigError(f"{origin}: unknown key '{key}': {nearest(name, settings[section], otherwise)}")
 
 

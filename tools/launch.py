@@ -98,7 +98,9 @@ def launch(
     except SignalException as error:
         if error.sigval == signal.SIGQUIT:  # sent by a process, see `run_command`
             return QUIET
-        return 130 if error.sigval in (signal.SIGINT, signal.SIGTERM) else 128 + error.sigval
+        if error.sigval in (signal.SIGINT, signal.SIGTERM):
+            return 130
+        return 128 + error.sigval
     except (RendezvousError, DistError) as error:
         raise RunError(f"--head {machines.head}: {str(error).splitlines()[0]} The same command {again}") from None
     except ChildFailedError as error:

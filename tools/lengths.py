@@ -62,7 +62,9 @@ class LengthsReport(ReportOfRuns):
             how = f"{row['data']} ({row['fingerprint']}), {how}"
             if row["ema"]:
                 how += ", averaged weights"
-        compiled = "compiled" if row["compiled"] else "eager"
+        compiled = "eager"
+        if row["compiled"]:
+            compiled = "compiled"
         trained = f"trained at {row['trained_at']:,} tokens"
         return f"{row['run']} ({row['label']}, {trained}): {how}, {row['device']}, {compiled}"
 

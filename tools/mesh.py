@@ -100,7 +100,9 @@ def memory_of(model: Model, recipe: Recipe, mesh: Mesh, parallel: str, activatio
         buffers = 2 * (every - sum(blocks)) + 3 * max(blocks)
     if mesh.gpus == 1:
         buffers = 0
-    moments = 2 if recipe.trainer.ema is None else 3
+    moments = 3
+    if recipe.trainer.ema is None:
+        moments = 2
     return Memory(own, own, own * moments, buffers, activations)
 
 

@@ -47,7 +47,9 @@ def read(command: str, argv: list[str]) -> Namespace:
         ConfigError: Options that are unknown, missing, out of range, or do not go together.
     """
     options = OPTIONS[command]
-    prog = "run.sh" if command == "train" else f"run.sh {command}"
+    prog = "run.sh"
+    if command != "train":
+        prog = f"run.sh {command}"
     text = COMMANDS[command].help
     parser = Parser(prog=prog, description=f"{text[0].upper()}{text[1:]}.")
     options.add(parser)

@@ -18,7 +18,9 @@ def by_length(ax: Any, lengths: Sequence[int]) -> None:
     ax.set_yscale("log")
     number_ticks(ax, lengths)
     low, high = ax.get_ylim()
-    digits = (1, 2, 5) if high / low < 300 else (1,)
+    digits = (1,)
+    if high / low < 300:
+        digits = (1, 2, 5)
     ticks = []
     for exponent in range(-4, 8):
         for digit in digits:

@@ -66,7 +66,9 @@ def main(argv: list[str]) -> int:
         if samples:
             files += known
             answers += answer(loaded, source, samples, size, args.top)
-    code = 0 if files == asked else 2
+    code = 2
+    if files == asked:
+        code = 0
     if not files:
         return code
     if args.out is not None:

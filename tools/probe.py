@@ -36,7 +36,9 @@ class Variant(NamedTuple):
     chunk_size: int | None = None
 
     def __str__(self) -> str:
-        return self.form if self.chunk_size is None else f"{self.form} {self.chunk_size}"
+        if self.chunk_size is None:
+            return self.form
+        return f"{self.form} {self.chunk_size}"
 
 
 def use_threads(count: int | None) -> int:

@@ -48,7 +48,9 @@ def in_a_process(measure: Callable[[Any, Send], None], job: Any, receive: Send) 
         process.join()
         if not process.exitcode:
             return None
-        hint = ", out of memory?" if process.exitcode == -signal.SIGKILL else ""
+        hint = ""
+        if process.exitcode == -signal.SIGKILL:
+            hint = ", out of memory?"
         return f"its process ended with {ending(process.exitcode)}{hint}"
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -76,7 +78,9 @@ def first_line(error: BaseException) -> str:
 
 def ending(code: int) -> str:
     """Describe how a process ended by its exit code; a negative code is a signal."""
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
 
 
 def start_command(*argv: str, out: Any = subprocess.PIPE, env: Mapping[str, str] | None = None) -> subprocess.Popen:

@@ -59,11 +59,15 @@ def where(out: Path | None, loaded: LoadedRun) -> Path:
     Raises:
         ConfigError: The folder is not writable, or the file name has the wrong suffix.
     """
-    kind = ".png" if loaded.task.pictures else ".npy"
+    kind = ".npy"
+    if loaded.task.pictures:
+        kind = ".png"
     given, out = out, out or loaded.folder / f"samples{kind}"
     check_folder("--out" if given else "RUN", out.parent)
     if out.suffix != kind or out.is_dir():
-        what = "images" if loaded.task.pictures else "latents"
+        what = "latents"
+        if loaded.task.pictures:
+            what = "images"
         raise ConfigError(f"--out: {what} are written to FILE{kind}, got {out}")
     return out
 

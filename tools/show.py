@@ -59,7 +59,9 @@ def parts(path: str, overrides: list[str], processes: int | None, mesh: Mesh | N
     state = parameters * 4 * (4 if c.ema is None else 5)  # weights, gradients, two moments, EMA; float32
     teacher = getattr(recipe.task, "teacher", None)
     yield f"{dump_recipe(recipe)}\n{open_settings(recipe)}\n"
-    known = "" if note is None else " (published, or an estimate)"
+    known = " (published, or an estimate)"
+    if note is None:
+        known = ""
     flops = f"{digits(softmax / 1e6)} MFLOP per layer and sample with softmax, {digits(rnn / 1e6)} as an RNN"
     lines = [
         fact("recipe", f"{recipe.run.name}: {claim(recipe.about.row)}, {recipe.about.expected}"),

@@ -124,7 +124,9 @@ class Store:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         parts = [f'"schema":{SCHEMA}']
         for name, rows in self.tables.items():
-            keys = sorted(rows) if self.ordered else rows
+            keys = rows
+            if self.ordered:
+                keys = sorted(rows)
             lines = ",".join("\n" + compact(rows[key]) for key in keys)
             parts.append(f"{compact(name)}:[{lines}\n]")
         for name, value in derived.items():

@@ -128,7 +128,9 @@ def main(argv: list[str]) -> int:
     if (world > 1 or args.restarts) and not launched:  # the launched processes check everything else
         return launch(Machines(world // args.nodes, args.nodes, args.head, args.restarts), argv)
     form = None if args.no_eval else args.form
-    begun = None if args.fresh else recipe.folder
+    begun = recipe.folder
+    if args.fresh:
+        begun = None
     made_by = command_of(args.recipe, args.overrides, recipe, begun)
     return train(recipe, world, fresh=args.fresh, form=form, first=first, made_by=made_by)
 
@@ -365,7 +367,9 @@ def train(
         if hint:
             say(hint)
     seed_everything(seed_of(runtime.batch_rank, recipe.seed))
-    workers = loader_workers(recipe) if own_splits is None else 0
+    workers = 0
+    if own_splits is None:
+        workers = loader_workers(recipe)
     trainer = Trainer(plan, task, model, splits, recipe.folder, runtime, workers=workers)
 
     def describe(state: RunState) -> None:
@@ -404,7 +408,9 @@ def train(
         print_summary(recipe)
     if lock is not None:
         lock.close()
-    return 0 if complete else 130
+    if complete:
+        return 0
+    return 130
 
 
 def prepare(
@@ -423,7 +429,9 @@ def prepare(
     Raises:
         ConfigError: The recipe does not fit the data, the processes, the disk or the folder of the run.
     """
-    begun = recipe.folder if not fresh and steps_of(recipe.folder, "last") else None
+    begun = None
+    if not fresh and steps_of(recipe.folder, "last"):
+        begun = recipe.folder
     own = splits is not None or model is not None
     source = open_data(recipe, begun) if splits is None else OwnData(splits)
     if needs_preparing(source):

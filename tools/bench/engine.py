@@ -197,7 +197,9 @@ def collect(report: Report, jobs: Mapping[str, Any], measure: Callable[[Any, Sen
             failed |= message["failed"]
             report.add(message["row"], "notes")
 
-    run = in_a_process if apart else in_this_process
+    run = in_this_process
+    if apart:
+        run = in_a_process
     try:
         for place, (name, job) in enumerate(jobs.items(), 1):
             begun = time.perf_counter()

@@ -104,7 +104,9 @@ def estimate(job: Namespace, send: Send) -> None:
     """
     from tools.gpu.graphs import UNTRACEABLE
 
-    row_of = operator_row if job.name in OPERATORS else step_row
+    row_of = step_row
+    if job.name in OPERATORS:
+        row_of = operator_row
     try:
         row, graphs = row_of(job)
         if job.compile:
@@ -227,7 +229,9 @@ def seconds(row: Row, part: str, graphs: bool) -> float:
     target = TARGETS[row["target"]]
     dtype = getattr(torch, row["dtype"])
     fused = part == "softmax" and row["kind"] == "operator"
-    estimate = fused_seconds if fused else Cost.seconds
+    estimate = Cost.seconds
+    if fused:
+        estimate = fused_seconds
     return sum(estimate(Cost(**cost), target, dtype, graphs) for cost in row[part].values())
 
 

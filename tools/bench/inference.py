@@ -245,7 +245,9 @@ def measure(job: Namespace, send: Send) -> None:
     torch.set_num_threads(job.threads)
     device = pick_device()
     loaded = open_model(job.run)
-    weights = digest(loaded.model) if loaded.checkpoint else None
+    weights = None
+    if loaded.checkpoint:
+        weights = digest(loaded.model)
     trained = job.variants[0]
     if len(job.variants) > 1:  # the first is softmax, whose weights are random
         trained = job.variants[1]

@@ -34,7 +34,9 @@ class Measure(NamedTuple):
         """Return how many times the limit the value is."""
         if self.limit:
             return self.value / self.limit
-        return torch.inf if self.value else 0.0
+        if self.value:
+            return torch.inf
+        return 0.0
 
 
 class LayerError(Exception):

@@ -40,7 +40,9 @@ def as_text(subject: Subject, results: list[Result]) -> str:
 def remark(result: Result) -> str:
     """Return the case of the largest value if it is not 0, or why there is no value."""
     if result.worst:
-        return result.worst.where if result.worst.value else ""
+        if result.worst.value:
+            return result.worst.where
+        return ""
     if result.status == FAILS:
         return "raises an error"
     return result.detail

@@ -42,7 +42,9 @@ def open_subject(
     module, make = find_maker(place)
     settings = parse_init(init)
     layer = construct(place, make, settings)
-    adapt = adapt_mixer if isinstance(layer, Mixer) else adapt_plain
+    adapt = adapt_plain
+    if isinstance(layer, Mixer):
+        adapt = adapt_mixer
     if adapter:
         adapt = getattr(load_file(adapter, "--adapter: "), "adapt", None)
         if not callable(adapt):

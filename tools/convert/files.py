@@ -106,7 +106,9 @@ def safetensors(path: Path) -> Any:
 def shards(index: Path) -> list[Path]:
     """Return the files of weights that an index lists."""
     held = json_object(index).get("weight_map")
-    names = list(held.values()) if isinstance(held, dict) else []
+    names = []
+    if isinstance(held, dict):
+        names = list(held.values())
     if not names or not all(map(is_file_name, names)):
         raise ConfigError(f"{index}: not an index of weights, it has no 'weight_map' with names of files")
     return [index.with_name(Path(name).name) for name in sorted(set(names))]
@@ -132,11 +134,15 @@ def inside(path: Path, held: dict[str, Any], ema: bool) -> tuple[dict[str, Any],
     """Return the weights and the stored arguments of a training state, or of a file that holds only weights."""
     if isinstance(held.get("state"), dict):  # Composer
         held = held["state"]
-    keys = ("model_ema", "state_dict_ema") if ema else ("model", "state_dict")
+    keys = ("model", "state_dict")
+    if ema:
+        keys = ("model_ema", "state_dict_ema")
     found = [held[key] for key in keys if isinstance(held.get(key), dict)]
     if not found and ema:
         raise ConfigError(f"{path}: the file holds no {keys[0]!r}, leave out --ema")
-    weights = found[0] if found else held
+    weights = held
+    if found:
+        weights = found[0]
     if isinstance(held.get("args"), argparse.Namespace):
         return weights, vars(held["args"])
     said = held.get("model_args")  # nanoGPT
@@ -156,7 +162,9 @@ def check_sums(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as file:
             written = any(entry.CRC for entry in file.infolist())  # torch can write files without checksums
-            bad = file.testzip() if written else None
+            bad = None
+            if written:
+                bad = file.testzip()
     except Exception as error:  # a damaged table of contents can raise any error
         bad = type(error).__name__
     if bad:

@@ -81,12 +81,16 @@ class ViTConverter(ImageConverter):
         cls = CLS in theirs
         own = is_own(held)
         if a:
-            mixer = "lion_d" if a == ["blocks.0.attn.a_i"] else "lion_s"
+            mixer = "lion_s"
+            if a == ["blocks.0.attn.a_i"]:
+                mixer = "lion_d"
             yield Setting("model.mixer", mixer, c.mixer, a[0])
         elif not own and c.mixer not in (SOFTMAX, "lion_lit"):  # their weights have the same names
             yield Setting("model.mixer", f"{SOFTMAX} or lion_lit", c.mixer, "there is no blocks.0.attn.a_i")
         if not own:
-            seen = a2[0] if a2 else "there is no blocks.0.attn.a2_i"
+            seen = "there is no blocks.0.attn.a2_i"
+            if a2:
+                seen = a2[0]
             yield Setting("model.attention.scans", ORDER_S if a2 else ROW_MAJOR, c.attention.scans, seen)
         yield Setting("model.cls", cls, c.cls, CLS if cls else f"there is no {CLS}")
         yield Setting("model.dim", len(theirs[PATCH]), c.dim, PATCH)
@@ -102,7 +106,9 @@ class ViTConverter(ImageConverter):
         mask = str(said.get("mask_type"))
         if mask in MASKS:
             cls = bool(said.get("cls_tok"))
-            readout = "cls" if cls else "mean"
+            readout = "mean"
+            if cls:
+                readout = "cls"
             yield Setting("model.mixer", MASKS[mask], c.mixer, f"its args have mask_type {mask}")
             yield Setting("model.readout", readout, c.readout, f"its args have cls_tok {cls}")
         elif name.startswith("deit_"):
@@ -118,7 +124,9 @@ class ViTConverter(ImageConverter):
 
     def describe(self, held: CheckpointContents, recipe: Recipe, info: ImageInfo) -> str:
         c = recipe.model.resolved()
-        embedding = "with" if c.position_embedding else "without"
+        embedding = "without"
+        if c.position_embedding:
+            embedding = "with"
         text = f"{len(info.classes)} classes, {embedding} position embedding, {c.num_heads} heads, readout {c.readout}"
         if c.mixer in c.released:
             text += f", preset {c.preset}"

@@ -109,7 +109,9 @@ def usage(auto: str, task: str, grey: bool, folder: Path) -> str:
     prepare, example = PREPARE[task]
     if task == "text-classification" and len(json_of_run(folder / COLUMNS)) == 2:
         example = '"A first sentence.", "A second one."'
-    reads = "from PIL import Image\n" if task == "image-classification" else ""
+    reads = ""
+    if task == "image-classification":
+        reads = "from PIL import Image\n"
     example = example.format(mode="L" if grey else "RGB")
     call = "logits = model(**inputs).logits"
     if task == "text-generation":

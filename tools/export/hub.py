@@ -48,8 +48,12 @@ def export(run: LoadedRun, out: Path, overrides: Sequence[str]) -> str:
         raise ConfigError(f"{out}: {error}") from None
     model, recipe, info = from_run(run), resolve_run(run.folder, overrides), run.task.info
     auto = next(auto for auto, kind in AUTO.items() if kind == type(model).__name__)
-    tokenizer = open_tokenizer_of(run, overrides) if isinstance(info, TextInfo) else None
-    processor = image_processor(info, to_dict(recipe.data)) if isinstance(info, ImageInfo) else None
+    tokenizer = None
+    if isinstance(info, TextInfo):
+        tokenizer = open_tokenizer_of(run, overrides)
+    processor = None
+    if isinstance(info, ImageInfo):
+        processor = image_processor(info, to_dict(recipe.data))
     with written(out) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
@@ -107,4 +111,6 @@ def public(recipe: Recipe) -> Recipe:
 
 def name_of(value: Any) -> Any:
     """Return the name of an absolute path; any other value unchanged."""
-    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return Path(value).name
+    return value

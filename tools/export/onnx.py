@@ -90,6 +90,8 @@ def load(path: Path) -> Callable[..., Any]:
 
     def run(*inputs: Tensor) -> Tensor | list[Tensor]:
         found = [torch.from_numpy(x) for x in session.run(None, dict(zip(names, (x.numpy() for x in inputs))))]
-        return found if len(found) > 1 else found[0]
+        if len(found) > 1:
+            return found
+        return found[0]
 
     return run

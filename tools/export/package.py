@@ -34,7 +34,9 @@ def export_program(
             `write(program, graph, path)` writes a program, and `load(path)` returns it as a function.
     """
     form.check(run, out)
-    make = make_step if step else make_program
+    make = make_program
+    if step:
+        make = make_step
     program = make(run, overrides, length)
     with written(out) as path:
         form.write(program, program.graph(), path)
@@ -46,5 +48,7 @@ def export_program(
                 f"expected at most {LARGEST:.0e}; nothing was written"
             )
     ports = ", ".join(f"{p.name} ({', '.join(map(str, p.shape))})" for p in (*program.inputs, *program.outputs))
-    limit = f", at most {program.longest} tokens" if LENGTH in ports and program.longest is not None else ""
+    limit = ""
+    if LENGTH in ports and program.longest is not None:
+        limit = f", at most {program.longest} tokens"
     return f"{ports}{limit}; largest deviation of an output: {apart:.1e}"

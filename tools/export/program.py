@@ -165,7 +165,9 @@ def longest_input(run: LoadedRun, length: int | None) -> int | None:
     if length is not None:
         return length
     if has_one_length(run.model):
-        return size if limit is None else min(size, limit)
+        if limit is None:
+            return size
+        return min(size, limit)
     if limit is None and "chunk" in forms_of(run.model):
         return max(size, LONGEST)
     return limit

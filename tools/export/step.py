@@ -107,6 +107,8 @@ def ports_of(path: str, before: Tensor, after: Tensor, length: int) -> tuple[Por
     for size, other in zip(before.shape[1:], after.shape[1:]):
         shape.append(size if size == other else SEEN)
         grown.append(size if size == other else f"{SEEN} + {length}")
-    start = before.flatten()[0].item() if before.numel() else 0.0
+    start = 0.0
+    if before.numel():
+        start = before.flatten()[0].item()
     taken = Port(name, before.dtype, tuple(shape), f"state {name}", start=float(start))
     return taken, replace(taken, name=f"next_{name}", shape=tuple(grown), start=None)

@@ -304,7 +304,9 @@ class Planner:
         shared.append(f"optim.weight_decay={cell.torch_decay(optim.lr)!r}")
         shared += self.overrides
         called = f"{task}_seed{seed}" if rate is None else f"{task}_lr{rate:g}_seed{seed}"
-        start = self.pretrained.folder if after is None else after.folder
+        start = self.pretrained.folder
+        if after is not None:
+            start = after.folder
         shared += [f"seed={seed}", f"run.name={called}"]
         shared += as_overrides({"run.root": str(self.pretrained.folder / "glue" / self.name), "init_from": str(start)})
         return Job((recipe, *shared), resolve(recipe, shared), after, task, seed, cell)

@@ -47,7 +47,9 @@ class Cost:
         Without CUDA graphs, it is at least the time that the CPU needs to launch all calls.
         """
         work = max(self.moved / target.bandwidth, self.flops / target.rate(dtype)) + self.calls * GAP
-        return work if graphs else max(work, self.calls * LAUNCH)
+        if graphs:
+            return work
+        return max(work, self.calls * LAUNCH)
 
 
 def total(costs: Iterable[Cost]) -> Cost:

@@ -34,7 +34,9 @@ def compile_kernel(kernel: Any, target: Target) -> None:
     constants = {**meta.get("constants", {}), **chosen.kwargs}
     signature = {n: "constexpr" if n in chosen.kwargs else meta["signature"].get(n, "constexpr") for n in names}
     constexprs = {(names.index(n),): value for n, value in constants.items() if n in names}
-    attrs = meta["configs"][0] if meta.get("configs") else {}
+    attrs = {}
+    if meta.get("configs"):
+        attrs = meta["configs"][0]
     source = ASTSource(kernel.fn, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     built = triton.compile(source, target=GPUTarget("cuda", target.architecture, 32), options=options)

@@ -103,7 +103,9 @@ def partition(joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tupl
 
 
 def described(x: Any) -> Any:
-    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        return (tuple(x.shape), x.stride(), x.dtype)
+    return x
 
 
 def fake_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -150,7 +150,9 @@ class Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.is_view or name.startswith(FREE):
             return out
-        used = args[1:] if name in OVERWRITING else args
+        used = args
+        if name in OVERWRITING:
+            used = args[1:]
         crossed = tensors_of((used, kwargs)) + tensors_of(changed(func, args, kwargs) or out)
         flops = operator_flops(func, args, kwargs, out)
         moved = sum(x.numel() * x.itemsize for x in crossed)
@@ -215,7 +217,9 @@ softmax_attention.register_autograd(gradients, setup_context=keep_inputs)
 def product_flops(q: Any, k: Any, causal: bool) -> int:
     """Return the FLOPs of one product of queries and keys of these shapes, in causal attention of half of the pairs."""
     pairs = q[0] * q[1] * q[2] * k[2]
-    return pairs * q[3] if causal else 2 * pairs * q[3]
+    if causal:
+        return pairs * q[3]
+    return 2 * pairs * q[3]
 
 
 @register_flop_formula(torch.ops.lion_gpu.softmax_attention)

@@ -55,7 +55,9 @@ class Target:
         return 10 * major + minor
 
     def rate(self, dtype: torch.dtype) -> float:
-        return self.fp32 if dtype == torch.float32 else self.bf16
+        if dtype == torch.float32:
+            return self.fp32
+        return self.bf16
 
     def properties(self) -> types.SimpleNamespace:
         """Return the fields of `torch.cuda.get_device_properties`."""

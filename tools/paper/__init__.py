@@ -112,7 +112,9 @@ def make_jobs(
     def job(cell: Cell) -> PaperJob:
         """Return the job of a cell; a run that another one needs is made again if its folder is gone."""
         if cell.place not in jobs:
-            after = job(cell.after) if cell.after else None
+            after = None
+            if cell.after:
+                after = job(cell.after)
             recipe, *overrides = cell.argv
             overrides += data.get(cell.recipe.data.name, ())
             overrides += [f"seed={cell.seed}", f"run.name={cell.run.name}", f"run.root={cell.run.parent}"]

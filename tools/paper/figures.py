@@ -236,7 +236,9 @@ def ends(fig: Any, part: Part) -> None:
     for column in part.table.columns[:1]:
         for name in rows:
             published[name] = part.table.printed(name, column)
-    panels = 2 if any(published.values()) else 1
+    panels = 1
+    if any(published.values()):
+        panels = 2
     axes = fig.subplots(1, panels, sharey=True, squeeze=False)[0]
     for place, name in enumerate(rows):
         values = list(part.results.values[name].values())
@@ -252,7 +254,9 @@ def ends(fig: Any, part: Part) -> None:
         else:
             axes[0].annotate(NOT_RUN, (0.01, place), xycoords=("axes fraction", "data"), color="0.5", va="center")
     axes[0].set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
-    better = "higher" if part.metric.higher_is_better else "lower"
+    better = "lower"
+    if part.metric.higher_is_better:
+        better = "higher"
     data = part.table.mini.note.partition(", ")[0]
     heading = f"{part.results.split} {part.metric.heading}, {better} is better"
     if panels == 2:

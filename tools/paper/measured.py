@@ -115,6 +115,8 @@ def inference(fig: Any, rows: list[Row]) -> None:
 
 
 def point(ax: Any, row: str, x: float, y: float, marker: str) -> None:
-    filling = "white" if "multiscan" in row else None
+    filling = None
+    if "multiscan" in row:
+        filling = "white"
     ax.plot(x, y, marker, color=colour_of(row), markerfacecolor=filling)
     ax.annotate(row, (x, y), xytext=(4, 3), textcoords="offset points", fontsize=7)

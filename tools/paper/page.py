@@ -119,7 +119,9 @@ def judge(parts: Sequence[Part]) -> tuple[list[Judged], list[Judged], float]:
     counted = []
     others = []
     for part in parts:
-        own = counted if part.scale == "mini" or part.has_runs else others
+        own = others
+        if part.scale == "mini" or part.has_runs:
+            own = counted
         for each in comparisons(part, parts):
             own.append(Judged(part, each, NOT_RUN, part.runs_of(each)))
     words, level = verdicts([each.comparison for each in counted], [each.runs for each in counted])
@@ -274,7 +276,9 @@ def facts(part: Part) -> str:
     other = " ".join(part.names_in("replaced"))
     lines = []
     if part.scale == "mini" and part.table.mini.note:
-        head = "Differences from the paper" if part.table.columns else "Setup, of no table in the papers"
+        head = "Setup, of no table in the papers"
+        if part.table.columns:
+            head = "Differences from the paper"
         lines.append(f"- {head}: {part.table.mini.note}")
     if results.data:
         line = f"- Data: {data.describe()}, fingerprint {results.data}"
@@ -310,7 +314,9 @@ def origin(part: Part) -> str:
 def rows_table(part: Part) -> TextTable:
     """Return the rows of a table: published values, ours, those on further held-out sets, and the parameters."""
     results, metric, table = part.results, part.metric, part.table
-    shapes = part.names_in("more") if table.more or table.lengths else []
+    shapes = []
+    if table.more or table.lengths:
+        shapes = part.names_in("more")
     solvable = table.noise == "own" and metric.percent  # runs either solve their task or do not
     header = ["row", *table.columns, f"{results.split} {metric.heading}".strip()]
     if solvable:

@@ -144,7 +144,9 @@ def results_of(table: Table, places: Sequence[Cell], store: Store) -> Results:
                 runs[name][row["seed"]] = row
     split = split_of(kept)
     metric = table.metric(places)
-    compared = "distance" if metric == Distance.metric else split
+    compared = split
+    if metric == Distance.metric:
+        compared = "distance"
     values = {}
     for name, own in runs.items():
         values[name] = {seed: metric.scaled(row[compared]) for seed, row in own.items()}

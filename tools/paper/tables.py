@@ -249,8 +249,12 @@ def tables_called(name: str, tables: Mapping[str, Table]) -> list[str]:
         return [name]
     words = re.findall(r"[a-z]+|\d+", name.lower())
     numbers = [word for word in words if word.isdigit()]
-    paper = "lightnet" if "lightnet" in words else "lion"
-    kind = "figure" if "figure" in words else "table"
+    paper = "lion"
+    if "lightnet" in words:
+        paper = "lightnet"
+    kind = "table"
+    if "figure" in words:
+        kind = "figure"
     if len(numbers) != 1 or set(words) - {paper, kind, "tables", *numbers}:
         return []
     found = []

@@ -42,7 +42,9 @@ def claims_about(task: str) -> Claims:
     both: set[tuple[str, str]] = set()
     for kind, pair, printed in pairs_of(task):
         other = pair[::-1]
-        held = claims if kind == CLAIM else asked
+        held = asked
+        if kind == CLAIM:
+            held = claims
         if other not in held:
             held[pair] = None
         if printed or (kind == CLAIM and other in claims):
