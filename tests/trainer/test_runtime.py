@@ -165,13 +165,12 @@ def test_autotuning_times_kernels_of_products_and_prints_nothing(tmp_path, monke
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(config, "max_autotune_gemm", False)  # restored afterwards
-    monkeypatch.setattr(config, "autotune_num_choices_displayed", 10)
     torch._dynamo.reset()
     m = nn.Linear(16, 16).eval()
     m.units = lambda: [m]
     x = torch.randn(8, 16)
-    with torch.no_grad():
+    # restored by torch: monkeypatch of pytest 9.2 would delete these settings
+    with torch.no_grad(), config.patch(max_autotune_gemm=False, autotune_num_choices_displayed=10):
         expected = m(x)
         assert compile_blocks(m, autotune=True)
         assert config.max_autotune_gemm and config.autotune_num_choices_displayed == 0
