@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data.splits import split_of
-from lion.config import ConfigError, nearest
+from lion.config import ConfigError, first_line, nearest
 
 
 def configure_hub() -> None:
@@ -75,11 +75,6 @@ def readable(path: Path | str, exists: bool) -> Iterator[None]:
         if exists:
             what = "cannot be read"
         raise ConfigError(f"data.path: {str(path)!r} {what} ({type(error).__name__}: {first_line(error)})") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of the message of an error; empty without a message."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def configuration(root: Path, files: list[Path], split: str, subset: str | None) -> tuple[Path, list[Path]]:

@@ -56,6 +56,11 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an error; empty without a message."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def nearest(name: str, names: typing.Iterable[str], otherwise: str | None = None) -> str:
     """Return a hint with the closest valid name; if none is close, `otherwise` or a list of all valid names."""
     names = sorted(map(str, names))

@@ -17,6 +17,7 @@ from lion.config import (
     ConfigError,
     build,
     changed,
+    first_line,
     flatten,
     merge,
     nearest,
@@ -166,8 +167,8 @@ def import_modules(names: Any, source: str) -> None:
         try:
             importlib.import_module(str(name))
         except Exception as error:  # a module of the user can raise anything
-            reason = (str(error).splitlines() or [""])[0]
-            raise ConfigError(f"{source}: imports: {name}: {type(error).__name__}: {reason}") from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError(f"{source}: imports: {name}: {reason}") from error
 
 
 def own_claim(data: dict[str, Any]) -> dict[str, str]:

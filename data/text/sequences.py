@@ -232,7 +232,7 @@ class LabelledSequences(DataSet):
 
 
 class Place(NamedTuple):
-    """Where the rows of a split are: in a file, in a folder of `save_to_disk`, or on the Hub."""
+    """Source of the rows of a split: a file, a folder of `save_to_disk`, or a data set of the Hub."""
 
     source: Path | str
     subset: str | None

@@ -15,8 +15,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from data.folders import data_root, looks_like_path, user_path
-from data.hub import configure_hub, first_line
-from lion.config import ConfigError, nearest
+from data.hub import configure_hub
+from lion.config import ConfigError, first_line, nearest
 from lion.files import read_json
 
 BUILT_IN = ("bytes", "characters", "wordpiece", "bpe")  # no files; all except `bytes` are made from the training text

@@ -11,8 +11,7 @@ from PIL import Image, ImageFile
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from data.hub import first_line
-from lion.config import ConfigError
+from lion.config import ConfigError, first_line
 from lion.progress import progress
 from lion.samples.base import Unreadable
 

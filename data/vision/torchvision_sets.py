@@ -10,9 +10,8 @@ from torchvision.datasets import CIFAR10, CIFAR100, MNIST, FashionMNIST, VisionD
 
 from data.base import locked
 from data.folders import DOWNLOADED, HOW_TO_GET, HOW_TO_SET, check_downloaded, root_of
-from data.hub import first_line
 from data.vision.images import PictureConfig, Pictures, build_pictures, published_info
-from lion.config import ConfigError, setting
+from lion.config import ConfigError, first_line, setting
 from lion.samples.base import Splits
 from lion.samples.images import ImageInfo
 

@@ -205,7 +205,7 @@ def steps_per_epoch(size: int, batch: int) -> int:
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded.
+    """Settings of a data loader.
 
     Attributes:
         collate: Function that makes a batch from a list of samples.
