@@ -7,6 +7,7 @@ preparation resumes.
 from __future__ import annotations
 
 import functools
+import hashlib
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 from data.manifest import FORMAT, MANIFEST, FileRecord
 from data.pool import create, emptied, make_missing, read_part
 from lion.config import ConfigError
-from lion.files import digest, save_json, sync, write_atomic
+from lion.files import save_json, sync, write_atomic
 
 Arrays = dict[str, np.ndarray]
 
@@ -129,17 +130,19 @@ def write_part(path: Path, arrays: Arrays) -> None:
 def join(folder: Path, kept: Path, parts: list[Part]) -> dict[str, Any]:
     """Write the arrays of all parts, one after another; return the manifest entry of each file."""
     made: dict[str, Any] = {}
+    sums: dict[str, Any] = {}  # computed while writing: the arrays may have gigabytes
     for part in parts:
         for name, values in read_part(part_path(kept, part)).items():
             name = f"{part.split}.{name}"
             held = made.setdefault(name, {"type": values.dtype.name, "shape": [0, *values.shape[1:]]})
             held["shape"][0] += len(values)
+            raw = values.tobytes()
+            sums.setdefault(name, hashlib.sha256()).update(raw)
             with open(folder / f"{name}.bin", "ab") as file:
-                file.write(values.tobytes())
+                file.write(raw)
     for name, held in made.items():
-        path = folder / f"{name}.bin"
-        held["sha256"] = digest(path)
-        sync(path)
+        held["sha256"] = sums[name].hexdigest()
+        sync(folder / f"{name}.bin")
     return made
 
 
